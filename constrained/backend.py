@@ -1,0 +1,80 @@
+"""What an engine of grammars offers. Implementations inherit nothing from here.
+
+A mask row is int32 [W], W = ceil(vocab_size / 32), bit i % 32 of word i // 32 set when token id i
+is allowed. `vocab_size` is the width of the logits, never the length of the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .spec import GrammarSpec
+from .vocabulary import Vocabulary
+
+MaskRow = NDArray[np.int32]  # [W]
+
+
+class GrammarState(Protocol):
+    """Where one sequence stands in its grammar. Not shared between threads."""
+
+    @property
+    def is_done(self) -> bool:
+        """True when nothing but a stop id may follow, or a stop id was accepted."""
+        ...
+
+    @property
+    def may_end(self) -> bool:
+        """True when the text so far is complete: stop ids are allowed next."""
+        ...
+
+    def fill(self, row: MaskRow) -> None:
+        """Write the ids allowed next into `row`. Does not change the state.
+
+        Raises:
+            GrammarError: when a limit of the engine is reached; ends this request alone.
+        """
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, when it is not allowed."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """The canonical ids that must follow, possibly none. Does not change the state."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last `num_tokens` accepted tokens."""
+        ...
+
+    def fork(self) -> GrammarState:
+        """An independent copy."""
+        ...
+
+
+class CompiledGrammar(Protocol):
+    """A grammar ready for one vocabulary; immutable, shared by all requests that use it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it holds, for the cache's bound."""
+        ...
+
+    def start(self) -> GrammarState: ...
+
+
+class GrammarBackend(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
+        """Compile, off the hot path.
+
+        Raises:
+            GrammarError: what cannot be enforced, and where.
+        """
+        ...

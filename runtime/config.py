@@ -1,0 +1,55 @@
+"""How an engine is set up: one frozen value per component, defaults in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .request import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    token_budget: int = 512  # most tokens in one step: decodes first, prefill chunks fill the rest
+    max_running: int = 64  # sequences that hold pages
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "max_running"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that decides what `Engine.load` builds.
+
+    `model` is a name of the built-in list, a directory in Hugging Face layout, a .gguf file or a
+    hub id. `kv_tokens` None takes `memory_fraction` of the memory that is free after the
+    weights, up to what `max_running` full contexts could use.
+    """
+
+    model: str = "smollm2-135m-instruct"
+    served_name: str | None = None  # None: the model's own name
+    device: str = "auto"  # auto, cpu, cuda
+    runner: str = "auto"  # auto, native, torch
+    weights: str = "auto"  # auto, fp32, bf16 (what a runner supports)
+    page_size: int = 16
+    kv_tokens: int | None = None
+    memory_fraction: float = 0.5
+    context_length: int | None = None  # None: the model's own
+    threads: int | None = None  # None: the cores this process may use
+    grammar_backend: str = "auto"
+    grammar_cache_bytes: int = 256 * 1024 * 1024
+    seed: int = 0  # of the generator that gives seeds to requests without one
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128):
+            raise ValueError(
+                f"page_size: {self.page_size} is not supported; use 1, 2, 4, 8, 16, 32, 64 or 128"
+            )
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ValueError(
+                f"memory_fraction: {self.memory_fraction} is out of range; must be in (0, 1]"
+            )

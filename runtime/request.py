@@ -1,0 +1,298 @@
+"""What travels between the frontend and the engine: frozen, plain and safe on a wire.
+
+    Request  -> engine -> Output, Output, ..., Output(finish=...)
+
+A request ends in exactly one `Output` that has `finish` set. Every type here encodes with
+msgspec as it stands; none holds a tensor, a handle or a callable. `check_request` is the one
+place where a request is judged against the limits of an engine; the HTTP server, the language
+and the engine itself all call it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from palmette.constrained.spec import GrammarSpec
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as it stands.
+
+    `field` names the offending field as the user wrote it; the message holds the value, the
+    limit and the way out. `code` is a stable, machine-readable word.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None, code: str = "invalid_value"):
+        super().__init__(message)
+        self.field = field
+        self.code = code
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # a stop id, a stop string, or the end of a grammar
+    LENGTH = "length"  # max_new_tokens or the context is used up
+    ABORT = "abort"  # the client asked, or a deadline passed
+    ERROR = "error"  # see Output.error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. Defaults leave the model's distribution as it is.
+
+    Raises:
+        RequestError: on a value outside its range, with the field's name.
+    """
+
+    max_new_tokens: int | None = 128  # None: up to the context length
+    min_new_tokens: int = 0  # stop ids and stop strings do not end the request before
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = -1  # -1 or 0: off
+    top_p: float = 1.0  # (0, 1]
+    min_p: float = 0.0  # [0, 1]
+    presence_penalty: float = 0.0  # [-2, 2], over generated tokens
+    frequency_penalty: float = 0.0  # [-2, 2], over generated tokens
+    repetition_penalty: float = 1.0  # (0, 2], over prompt and generated tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias in [-100, 100])
+    seed: int | None = None  # None: drawn from the engine's generator
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    no_stop_trim: bool = False  # keep the matched stop string or id in the text
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 0:
+            raise _out_of_range("max_new_tokens", self.max_new_tokens, ">= 0")
+        if self.min_new_tokens < 0:
+            raise _out_of_range("min_new_tokens", self.min_new_tokens, ">= 0")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise _out_of_range(
+                "min_new_tokens", self.min_new_tokens, f"<= max_new_tokens ({self.max_new_tokens})"
+            )
+        _check_range("temperature", self.temperature, 0.0, math.inf)
+        if self.top_k < -1:
+            raise _out_of_range("top_k", self.top_k, "-1 or 0 (off) or >= 1")
+        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
+        for token_id, bias in self.logit_bias:
+            _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise _out_of_range("seed", self.seed, "a 64-bit integer")
+        if any(not text for text in self.stop):
+            raise RequestError("stop: a stop string may not be empty", field="stop")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobOptions:
+    """Which log-probabilities to return: of the raw distribution, natural logarithm.
+
+    `output` is for generated tokens. `prompt_start` is the first prompt position whose
+    log-probability given all tokens before it is wanted; position 0 has none (None).
+    """
+
+    output: bool = False
+    num_top: int = 0
+    prompt_start: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseHint:
+    """What the sender knows about the future of this request's prefix."""
+
+    group: str | None = None  # siblings that should be admitted together
+    future_uses: int = 0  # how many later requests start with this one's tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to run. `n` choices are n requests that differ in `choice_index`."""
+
+    request_id: str  # made by the receiver's front end, unique while it lives
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    grammar: GrammarSpec | None = None
+    logprobs: LogprobOptions = field(default_factory=LogprobOptions)
+    choice_index: int = 0  # part of the random stream: (seed, choice_index, position)
+    namespace: tuple[str, ...] = ()  # prefixes are shared inside one namespace only
+    priority: int = 0  # larger runs first
+    deadline_s: float | None = None  # seconds after submission
+    hint: ReuseHint = field(default_factory=ReuseHint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """`logprob` is None only where no distribution exists: position 0 of a prompt."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Exact token accounting of one request. prompt_tokens == cached_tokens + computed_tokens.
+
+    `shared_tokens` is the part of `cached_tokens` that was still being computed by another
+    request when this one was admitted. `recomputed_tokens` counts what preemption made the
+    engine compute again; it is in neither of the two above.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    shared_tokens: int = 0
+    recomputed_tokens: int = 0
+    completion_tokens: int = 0
+    num_preemptions: int = 0
+    miss_reason: str | None = None  # why cached_tokens is not larger; see radix_cache.ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds on the engine's monotonic clock, since submission; None: has not happened."""
+
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorInfo:
+    """Why a request ended in error. `code` decides the HTTP status at the server."""
+
+    code: str  # invalid_value, grammar, out_of_memory, overloaded, deadline, internal
+    message: str
+    field: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    reason: FinishReason
+    matched: int | str | None = None  # the stop id or stop string that ended it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What one step produced for one request: only what is new since the last Output."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token id, when asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # once, with the first Output
+    finish: Finish | None = None
+    usage: Usage = field(default_factory=Usage)  # cumulative
+    timing: Timing = field(default_factory=Timing)
+    error: ErrorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The most that one request may ask for; configurable, and told by `/server_info`."""
+
+    max_choices: int = 128  # prompts x n of one HTTP request
+    max_stop_strings: int = 16
+    max_stop_length: int = 256  # characters
+    max_stop_token_ids: int = 128
+    max_top_logprobs: int = 20
+    max_logit_bias: int = 1024
+    max_grammar_bytes: int = 256 * 1024
+    max_waiting: int = 4096  # queued requests before "overloaded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What a front end must know about an engine to prepare and judge requests."""
+
+    model: str
+    vocab_size: int  # width of the logits: every token id in a request is below it
+    context_length: int  # prompt and generated tokens together
+    page_size: int
+    num_pages: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None  # put before the first token of every prompt, when not None
+    chat_template: str | None  # Jinja source
+    special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
+    architecture: str = ""
+    device: str = "cpu"
+    runner: str = ""
+    weights: str = ""
+    version: str = ""
+    max_running: int = 0
+    limits: Limits = field(default_factory=Limits)
+
+
+def check_request(request: Request, info: EngineInfo) -> None:
+    """Judge `request` against what the engine can do, before it costs anything.
+
+    Raises:
+        RequestError: naming the field, the value, the limit and the way out.
+    """
+    sampling, limits = request.sampling, info.limits
+    num_prompt = len(request.prompt_ids)
+    if num_prompt == 0:
+        raise RequestError("prompt: is empty; give at least one token", field="prompt")
+    _check_token_ids("prompt", request.prompt_ids, info.vocab_size)
+    num_new = sampling.max_new_tokens if sampling.max_new_tokens is not None else 1
+    if num_prompt + num_new > info.context_length:
+        raise RequestError(
+            f"prompt: {num_prompt} prompt tokens + {num_new} new tokens exceed the context of "
+            f"{info.context_length} tokens; shorten the prompt or lower max_tokens",
+            field="prompt",
+            code="context_length_exceeded",
+        )
+    capacity = info.num_pages * info.page_size
+    if num_prompt + num_new > capacity:
+        raise RequestError(
+            f"prompt: {num_prompt} prompt tokens + {num_new} new tokens can never fit the KV pool "
+            f"of {capacity} tokens; shorten the request or start with a larger pool (--kv-tokens)",
+            field="prompt",
+            code="context_length_exceeded",
+        )
+    _check_count("stop", len(sampling.stop), limits.max_stop_strings)
+    for text in sampling.stop:
+        _check_count("stop", len(text), limits.max_stop_length, unit="characters in one string")
+    _check_count("stop_token_ids", len(sampling.stop_token_ids), limits.max_stop_token_ids)
+    _check_token_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+    _check_count("logit_bias", len(sampling.logit_bias), limits.max_logit_bias)
+    _check_token_ids("logit_bias", tuple(i for i, _ in sampling.logit_bias), info.vocab_size)
+    if request.logprobs.num_top < 0:
+        raise _out_of_range("top_logprobs", request.logprobs.num_top, ">= 0")
+    _check_count("top_logprobs", request.logprobs.num_top, limits.max_top_logprobs)
+    start = request.logprobs.prompt_start
+    if start is not None and not 0 <= start <= num_prompt:
+        raise _out_of_range("logprob_start_len", start, f"0..{num_prompt}")
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        raise _out_of_range("deadline_s", request.deadline_s, "> 0")
+
+
+def _out_of_range(field: str, value: object, wanted: str) -> RequestError:
+    return RequestError(f"{field}: {value} is out of range; it must be {wanted}", field=field)
+
+
+def _check_range(
+    field: str, value: float, low: float, high: float, *, low_open: bool = False
+) -> None:
+    inside = (low < value if low_open else low <= value) and value <= high
+    if not inside or not math.isfinite(value):  # NaN fails every comparison
+        left = "(" if low_open else "["
+        raise _out_of_range(field, value, f"in {left}{low}, {high}]")
+
+
+def _check_count(field: str, count: int, limit: int, *, unit: str = "entries") -> None:
+    if count > limit:
+        raise RequestError(f"{field}: {count} {unit}; the limit is {limit}", field=field)
+
+
+def _check_token_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{field}: token id {token_id} is outside the vocabulary 0..{vocab_size - 1}",
+                field=field,
+            )
