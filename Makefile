@@ -1,0 +1,54 @@
+# The developer's interface. A fresh machine needs `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-slow check format bench sizes clean
+
+demo: $(VENV)/run.stamp
+	$(BIN)/palmette pull
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/dev.stamp
+	$(BIN)/palmette pull
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-slow: $(VENV)/dev.stamp
+	$(BIN)/palmette pull
+	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+check: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p .link && ln -sfn .. .link/palmette
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_tiny.py
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/dev.stamp
+	$(BIN)/palmette pull
+	$(BIN)/python benchmarks/throughput.py
+
+sizes:
+	@$(PYTHON) benchmarks/sizes.py
+
+clean:
+	rm -rf $(VENV) .link build dist *.egg-info
+
+$(VENV)/pip.stamp:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# What a user installs: the core, without torch.
+$(VENV)/run.stamp: $(VENV)/pip.stamp pyproject.toml constraints.txt
+	$(INSTALL) -e .
+	touch $@
+
+# What a developer needs: torch and transformers as oracles, the server, linters.
+$(VENV)/dev.stamp: $(VENV)/pip.stamp pyproject.toml constraints.txt
+	$(INSTALL) -e '.[dev]'
+	touch $@ $(VENV)/run.stamp
