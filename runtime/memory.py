@@ -1,0 +1,130 @@
+"""How much memory a model needs, and how many tokens of KV fit beside it.
+
+    weights                     as the runner keeps them
+    + KV pool                   kv_tokens * kv_bytes_per_token
+    <= memory_fraction of what is available now
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import EngineConfig
+from .models.config import ModelConfig
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The pool that will be allocated, and why it has that size."""
+
+    available_bytes: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int  # a whole number of pages
+    reason: str  # which limit decided
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_tokens * self.kv_bytes_per_token
+
+    def describe(self) -> str:
+        """One line with units, for the log and the terminal."""
+        return (
+            f"KV pool: {self.kv_tokens} tokens, {self.kv_bytes / MIB:.0f} MiB "
+            f"({self.kv_bytes_per_token} bytes a token, {self.reason}); "
+            f"weights {self.weight_bytes / MIB:.0f} MiB; "
+            f"available {self.available_bytes / MIB:.0f} MiB"
+        )
+
+
+def kv_bytes_per_token(model: ModelConfig, *, element_bytes: int) -> int:
+    """K and V of one token over all layers: 2 * layers * kv heads * head dim * bytes."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes
+
+
+def plan_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    context_length: int,
+    weight_bytes: int,
+    element_bytes: int,
+    available_bytes: int,
+) -> MemoryPlan:
+    """Size the KV pool.
+
+    Raises:
+        ValueError: when not even one request of the full context fits, or a given `kv_tokens`
+            exceeds what is available.
+    """
+    per_token = kv_bytes_per_token(model, element_bytes=element_bytes)
+    free = max(0, available_bytes - weight_bytes)
+    if config.kv_tokens is not None:
+        tokens, reason = config.kv_tokens, "as given"
+        if tokens * per_token > free:
+            raise ValueError(
+                f"kv_tokens: {tokens} tokens need {tokens * per_token / MIB:.0f} MiB, but "
+                f"{free / MIB:.0f} MiB are free beside the weights; lower kv_tokens"
+            )
+    else:
+        by_memory = int(free * config.memory_fraction) // per_token
+        by_use = config.scheduler.max_running * context_length
+        tokens = min(by_memory, by_use)
+        reason = (
+            f"{config.memory_fraction:.0%} of the free memory"
+            if by_memory < by_use
+            else f"{config.scheduler.max_running} full contexts"
+        )
+    pages = tokens // config.page_size
+    if pages < 2:
+        raise ValueError(
+            f"kv_tokens: a pool of {tokens} tokens is less than two pages of {config.page_size}; "
+            f"free memory or choose a smaller model"
+        )
+    return MemoryPlan(
+        available_bytes=available_bytes,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=per_token,
+        kv_tokens=pages * config.page_size,
+        reason=reason,
+    )
+
+
+def available_bytes() -> int:
+    """Bytes this process could still take: the machine's, or its control group's if smaller."""
+    candidates = [_machine_available()]
+    group = _control_group_available()
+    if group is not None:
+        candidates.append(group)
+    return min(candidates)
+
+
+def _machine_available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // 2
+    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if ":" in line}
+    return fields.get("MemAvailable", fields["MemTotal"] // 2)
+
+
+def _control_group_available() -> int | None:
+    """Control group v2 of the container, where there is one."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(0, int(limit) - used)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
