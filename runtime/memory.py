@@ -1,8 +1,8 @@
 """How much memory a model needs, and how many tokens of KV fit beside it.
 
-    weights                     as the runner keeps them
-    + KV pool                   kv_tokens * kv_bytes_per_token
-    <= memory_fraction of what is available now
+weights                     as the runner keeps them
++ KV pool                   kv_tokens * kv_bytes_per_token
+<= memory_fraction of what is available now
 """
 
 from __future__ import annotations
