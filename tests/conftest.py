@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,3 +22,25 @@ def default_model() -> Path:
     if path is None:
         pytest.fail(f"{DEFAULT_MODEL} is not in the cache: run `palmette pull` first")
     return path
+
+
+def load_beside(name: str) -> ModuleType:
+    """A module in this folder; tests are not a package, so it is loaded by its path."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Random models of every architecture on disk and in transformers: `TinyModels`."""
+    return load_beside("tiny_models").TinyModels(tmp_path_factory.mktemp("tiny_models"))
+
+
+@pytest.fixture(scope="session")
+def model_driver() -> Any:
+    """The class `ModelDriver`: feeds sequences to a runner in steps and chunks."""
+    return load_beside("model_driver").ModelDriver

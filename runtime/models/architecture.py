@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .config import ModelConfig
 from .layout import decoder_layout
+
+if TYPE_CHECKING:
+    from .decoder import ModelBuilder  # needs torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,3 +25,5 @@ class Architecture:
     # llama.cpp stores q and k of this family with the two halves of each head interleaved
     gguf_interleaved_heads: bool = False
     layout: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = decoder_layout
+    # makes the torch model; None: the shared decoder. Imports torch only when called.
+    build: ModelBuilder | None = None

@@ -1,0 +1,95 @@
+"""A model in torch behind the `ModelRunner` interface: the oracle of the native runners, and the
+path for an architecture or a device without one. Made to be right, not fast.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from palmette.kernels.batch import ForwardBatch
+from palmette.kernels.kv_pool import PagedKVPool
+from palmette.kernels.reference import ReferenceAttention
+from palmette.kernels.sampling import HostLogits
+
+from .models.decoder import Decoder
+from .weights import Checkpoint
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class TorchRunner:
+    """Implements `ModelRunner`; `launch` computes at once.
+
+    dtype is that of weights, activations and KV; norms, RoPE, attention and logits are float32.
+    The weights are decoded into memory. ValueError when one holds NaN or infinity.
+    """
+
+    name = "torch"
+    depth = 1
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        num_pages: int,
+        page_size: int,
+        device: Literal["cpu", "cuda"] = "cpu",
+        dtype: Literal["fp32", "bf16"] = "fp32",
+    ) -> None:
+        config = checkpoint.config
+        target, kind = torch.device(device), _DTYPES[dtype]
+
+        def load(name: str) -> Tensor:
+            array = checkpoint.weights.get(name).to_float32()
+            return torch.tensor(array).to(device=target, dtype=kind)
+
+        self.vocab_size = config.vocab_size
+        self._device = target
+        self._max_positions = min(config.context_length, num_pages * page_size)
+        build = checkpoint.architecture.build or Decoder
+        with torch.inference_mode():
+            self._model = build(config, load, self._max_positions)
+        self.pool = PagedKVPool(  # outside: its pages are written outside of inference mode too
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=kind,
+            device=target,
+        )
+        self._attention = ReferenceAttention(self.pool, sliding_window=config.sliding_window)
+
+    def launch(self, batch: ForwardBatch) -> HostLogits:
+        """ValueError when the arrays are inconsistent: nothing was computed."""
+        self._check(batch)
+        self._attention.plan(batch)
+        with torch.inference_mode():
+            logits = self._model.forward(
+                self._upload(batch.token_ids),
+                self._upload(batch.positions),
+                self._upload(batch.sample_rows),
+                self._attention,
+            )
+        return HostLogits(logits.cpu().numpy())
+
+    def close(self) -> None:
+        """Nothing to stop; memory goes with the object."""
+
+    def _check(self, batch: ForwardBatch) -> None:
+        for name, values, end in (
+            ("token id", batch.token_ids, self.vocab_size),
+            ("position", batch.positions, self._max_positions),
+        ):
+            if len(values) and (values.min() < 0 or values.max() >= end):
+                raise ValueError(
+                    f"a {name} is outside of 0..{end - 1}: {values.min()}..{values.max()}"
+                )
+
+    def _upload(self, values: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._device)
