@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .spec import GrammarSpec
+from .spec import GrammarError, GrammarSpec
 from .vocabulary import Vocabulary
 
 MaskRow = NDArray[np.int32]  # [W]
@@ -60,6 +60,11 @@ class CompiledGrammar(Protocol):
     """A grammar ready for one vocabulary; immutable, shared by all requests that use it."""
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What in the source restricts nothing, for the user: unknown formats and the like."""
+        ...
+
+    @property
     def num_bytes(self) -> int:
         """Memory it holds, for the cache's bound."""
         ...
@@ -78,3 +83,28 @@ class GrammarBackend(Protocol):
             GrammarError: what cannot be enforced, and where.
         """
         ...
+
+
+BACKENDS = ("llguidance", "pure")
+
+
+def select_backend(name: str = "auto") -> GrammarBackend:
+    """The engine called `name`; "auto" is llguidance.
+
+    What each enforces, all of it exactly or refused with a reason:
+
+    llguidance  json_schema, json_object, regex, choice, ebnf, lark, structural_tag
+    pure        choice; Python only, the reference that tests compare with
+
+    Raises:
+        GrammarError: an unknown name.
+    """
+    if name in ("auto", "llguidance"):
+        from .llguidance_backend import LLGuidanceBackend
+
+        return LLGuidanceBackend()
+    if name == "pure":
+        from .pure_backend import PureBackend
+
+        return PureBackend()
+    raise GrammarError(f"unknown grammar backend {name!r}; known are: auto, {', '.join(BACKENDS)}")

@@ -1,0 +1,243 @@
+"""Compiling grammars off the hot path: single flight, a bounded cache, a time budget.
+
+    request(spec) -> queue -> worker thread: backend.compile -> cache -> ready(spec) / get(spec)
+
+Engines release the interpreter lock while they compile, so threads are enough and the step loop
+goes on. A thread can't be killed: a compile over its budget fails for those who wait, its worker
+is written off and another one takes its place; should it finish late, the result is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .backend import CompiledGrammar, GrammarBackend
+from .spec import GrammarError, GrammarSpec
+from .vocabulary import Vocabulary
+
+_logger = logging.getLogger(__name__)
+
+_MAX_ERRORS = 1024  # of the negative cache
+_MAX_LOST_WORKERS = 8  # stuck in compiles over their budget; then nothing new is started
+_CLOSE_WAIT_S = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    spec: GrammarSpec
+    key: str
+    started: float | None = None  # when a worker took it
+    done: threading.Event = field(default_factory=threading.Event)
+    result: CompiledGrammar | GrammarError | None = None
+
+
+class GrammarCompiler:
+    """Compiled grammars of one vocabulary by their spec. Every method may be called from any
+    thread.
+
+    `cache_bytes` bounds what finished grammars hold (least recently used go first), `budget_s`
+    the time of one compile, measured from its start on a worker.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        backend: GrammarBackend,
+        *,
+        cache_bytes: int = 256 * 1024 * 1024,
+        num_threads: int = 2,
+        budget_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.vocabulary = vocabulary
+        self.backend = backend
+        self._cache_bytes = cache_bytes
+        self._budget_s = budget_s
+        self._clock = clock
+        self._num_threads = num_threads
+        self._condition = threading.Condition()
+        self._queue: deque[_Job] = deque()
+        self._jobs: dict[str, _Job] = {}  # not finished, by key
+        self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._errors: OrderedDict[str, GrammarError] = OrderedDict()
+        self._held_bytes = 0
+        self._workers: set[threading.Thread] = set()
+        self._num_idle = 0
+        self._num_lost = 0
+        self._is_closed = False
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the cached grammars, as their engine estimates them."""
+        return self._held_bytes
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._jobs)
+
+    def request(self, spec: GrammarSpec) -> None:
+        """Start compiling `spec` unless it is known or under way. Does not block."""
+        with self._condition:
+            self._job_for(spec)
+
+    def ready(self, spec: GrammarSpec) -> bool:
+        """True when `get` returns or raises at once. Does not block; requests what is unknown."""
+        with self._condition:
+            job = self._job_for(spec)
+            return job is None or self._is_over_budget(job)
+
+    def get(self, spec: GrammarSpec) -> CompiledGrammar:
+        """The compiled grammar; waits for it unless `ready`.
+
+        Raises:
+            GrammarError: it can't be enforced, hits a limit, or takes longer than the budget.
+        """
+        while True:
+            with self._condition:
+                job = self._job_for(spec)
+                if job is None:
+                    return self._known(spec.key)
+                if self._is_over_budget(job):
+                    raise self._give_up(job)
+                wait_s = self._budget_s
+                if job.started is not None:
+                    wait_s = max(0.0, job.started + self._budget_s - self._clock())
+            if job.done.wait(wait_s) and job.result is not None:
+                if isinstance(job.result, GrammarError):
+                    raise job.result
+                return job.result
+
+    def check(self, spec: GrammarSpec) -> tuple[str, ...]:
+        """Compile as serving would and wait; returns the grammar's notes for the user.
+
+        Raises:
+            GrammarError: as `get`.
+        """
+        return self.get(spec).notes
+
+    def close(self) -> None:
+        """Fail what waits and end the workers; a compile under way is waited for, 5 s at most."""
+        with self._condition:
+            self._is_closed = True
+            for job in self._queue:
+                self._finish(job, GrammarError("the grammar compiler was closed"))
+            self._queue.clear()
+            self._condition.notify_all()
+            workers = list(self._workers)
+        deadline = time.monotonic() + _CLOSE_WAIT_S
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+
+    def _job_for(self, spec: GrammarSpec) -> _Job | None:
+        """The job to wait for; None when the outcome is known. Starts one if need be."""
+        key = spec.key
+        if key in self._grammars or key in self._errors:
+            return None
+        job = self._jobs.get(key)
+        if job is None:
+            if self._is_closed:
+                raise GrammarError("the grammar compiler was closed")
+            if self._num_lost >= _MAX_LOST_WORKERS:
+                raise GrammarError("too many grammars are over their compile budget; try later")
+            job = self._jobs[key] = _Job(spec, key)
+            self._queue.append(job)
+            self._start_worker_if_needed()
+            self._condition.notify()
+        return job
+
+    def _known(self, key: str) -> CompiledGrammar:
+        if key in self._errors:
+            self._errors.move_to_end(key)
+            raise self._errors[key]
+        self._grammars.move_to_end(key)
+        return self._grammars[key]
+
+    def _start_worker_if_needed(self) -> None:
+        num_live = len(self._workers) - self._num_lost
+        if self._num_idle < len(self._queue) and num_live < self._num_threads:
+            # Daemons: a compile that can't be stopped must not keep the process from ending.
+            worker = threading.Thread(target=self._work, name="palmette-grammar", daemon=True)
+            self._workers.add(worker)
+            worker.start()
+
+    def _is_over_budget(self, job: _Job) -> bool:
+        return job.started is not None and self._clock() - job.started > self._budget_s
+
+    def _give_up(self, job: _Job) -> GrammarError:
+        """Record that `job` is over its budget, once, and free its place."""
+        error = GrammarError(f"{job.spec.kind}: compiling takes longer than {self._budget_s} s")
+        if job.result is None:
+            _logger.warning("grammar %s is over its compile budget", job.key)
+            self._num_lost += 1
+            self._finish(job, error)
+            self._start_worker_if_needed()
+        return error
+
+    def _finish(self, job: _Job, result: CompiledGrammar | GrammarError) -> None:
+        job.result = result
+        self._jobs.pop(job.key, None)
+        self._store(job.key, result)
+        job.done.set()
+
+    def _store(self, key: str, result: CompiledGrammar | GrammarError) -> None:
+        if isinstance(result, GrammarError):
+            if not self._is_closed:
+                self._errors[key] = result
+            while len(self._errors) > _MAX_ERRORS:
+                self._errors.popitem(last=False)
+            return
+        self._errors.pop(key, None)
+        self._grammars[key] = result
+        self._held_bytes += result.num_bytes
+        while self._held_bytes > self._cache_bytes:
+            _, evicted = self._grammars.popitem(last=False)
+            self._held_bytes -= evicted.num_bytes
+
+    def _work(self) -> None:
+        try:
+            while (job := self._next_job()) is not None:
+                result = self._compile(job.spec)
+                with self._condition:
+                    if job.result is None:
+                        self._finish(job, result)
+                        continue
+                    self._num_lost -= 1  # given up on: another worker has our place
+                    if not isinstance(result, GrammarError):
+                        self._store(job.key, result)
+                    return
+        finally:
+            with self._condition:
+                self._workers.discard(threading.current_thread())
+
+    def _next_job(self) -> _Job | None:
+        with self._condition:
+            self._num_idle += 1
+            while not self._queue and not self._is_closed:
+                self._condition.wait()
+            self._num_idle -= 1
+            if not self._queue:
+                return None
+            job = self._queue.popleft()
+            job.started = self._clock()
+            return job
+
+    def _compile(self, spec: GrammarSpec) -> CompiledGrammar | GrammarError:
+        """The fault boundary: whatever an engine raises ends this grammar alone."""
+        try:
+            grammar = self.backend.compile(spec, self.vocabulary)
+        except GrammarError as error:
+            return error
+        except Exception as error:
+            _logger.exception("compiling a %s grammar failed", spec.kind)
+            return GrammarError(f"{spec.kind}: compiling failed: {type(error).__name__}: {error}")
+        if grammar.num_bytes > self._cache_bytes:
+            return GrammarError(
+                f"{spec.kind}: the grammar needs {grammar.num_bytes} bytes; the cache holds "
+                f"{self._cache_bytes}"
+            )
+        return grammar

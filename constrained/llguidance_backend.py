@@ -1,0 +1,265 @@
+"""The default engine: llguidance (derivative lexer and Earley parser over a trie of tokens).
+
+One `LLTokenizer` per vocabulary, one matcher per sequence. A compiled grammar holds a prototype
+matcher that never consumes anything; starting a sequence copies it (5 us), together with the
+lexer states that compiling has already warmed.
+
+Where the text is forced, the mask holds only the canonical next id, while `accept` takes every
+spelling of the same text; elsewhere mask and `accept` agree id by id. Stop ids are decided here
+and not by the engine: they are legal exactly when the text so far is complete.
+
+Sources: llguidance 1.x; JSON options after its docs/json_schema.md.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from .backend import MaskRow
+from .limits import GrammarLimits
+from .llguidance_grammar import GrammarText, grammar_text, locate
+from .masks import allowed_ids, is_allowed
+from .spec import GrammarError, GrammarSpec
+from .vocabulary import Vocabulary
+
+_LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=100_000,
+    verbose_errors=False,
+)
+_ENCODE_CACHE_ENTRIES = 4096
+_WARM_STEPS = 16
+# Bytes that close what is open: the walk that warms a grammar prefers them, to end soon.
+_CLOSING = (b'"', b"}", b"]", b"0", b"1", b":", b",")
+
+
+class _Tokens(llguidance.TokenizerWrapper):
+    """What `LLTokenizer` asks for: bytes, special ids and canonical tokenisation."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.is_tokenizer_wrapper = True
+        self.bos_token_id = None
+        self.tokens = list(vocabulary.token_bytes)
+        self.special_token_ids = sorted(vocabulary.special_ids | set(vocabulary.stop_ids))
+        self.eos_token_id = vocabulary.stop_ids[0]
+        self._encode = vocabulary.encode
+        self._cache: dict[str, list[int]] = {}  # forced texts repeat for every request
+
+    def __call__(self, text: str) -> list[int]:
+        ids = self._cache.get(text)
+        if ids is None:
+            ids = self._encode(text)
+            if len(self._cache) >= _ENCODE_CACHE_ENTRIES:
+                self._cache.clear()
+            self._cache[text] = ids
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What all grammars of one vocabulary share."""
+
+    vocabulary: Vocabulary
+    tokenizer: llguidance.LLTokenizer
+    executor: llguidance.LLExecutor  # fills many rows in one call, without the interpreter lock
+    stop_ids: frozenset[int]
+    closing_ids: tuple[int, ...]  # of single bytes that tend to end what is open
+
+
+class LLGuidanceState:
+    """See `backend.GrammarState`."""
+
+    __slots__ = ("_matcher", "_num_stops", "_num_tokens", "_shared")
+
+    def __init__(self, shared: _Shared, matcher: llguidance.LLMatcher):
+        self._shared = shared
+        self._matcher = matcher
+        self._num_tokens = 0  # accepted, stop ids included
+        self._num_stops = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_stops > 0 or bool(
+            self._matcher.is_stopped() and self._matcher.is_accepting()
+        )
+
+    @property
+    def may_end(self) -> bool:
+        return self._num_stops > 0 or bool(self._matcher.is_accepting())
+
+    def fill(self, row: MaskRow) -> None:
+        self._matcher.unsafe_compute_mask_ptr(_address(row), row.nbytes)
+        self.check_fault()
+
+    def accept(self, token_id: int) -> bool:
+        if token_id in self._shared.stop_ids:
+            if not self.may_end:
+                return False
+            self._num_stops += 1
+        elif self._num_stops or not 0 <= token_id < self._shared.vocabulary.size:
+            return False
+        elif self._matcher.try_consume_tokens([token_id]) != 1:
+            self.check_fault()
+            return False
+        self._num_tokens += 1
+        return True
+
+    def forced(self) -> Sequence[int]:
+        if self._num_stops:
+            return ()
+        ids: list[int] = self._matcher.compute_ff_tokens()
+        self.check_fault()
+        return ids
+
+    def rollback(self, num_tokens: int) -> None:
+        if not 0 <= num_tokens <= self._num_tokens:
+            raise ValueError(f"can't roll back {num_tokens} of {self._num_tokens} tokens")
+        num_stops = min(num_tokens, self._num_stops)
+        self._matcher.rollback(num_tokens - num_stops)
+        self._num_stops -= num_stops
+        self._num_tokens -= num_tokens
+        self.check_fault()
+
+    def fork(self) -> LLGuidanceState:
+        copy = LLGuidanceState(self._shared, self._matcher.deep_copy())
+        copy._num_tokens = self._num_tokens
+        copy._num_stops = self._num_stops
+        return copy
+
+    def check_fault(self) -> None:
+        """Raise the GrammarError of a matcher that hit a limit; it never recovers."""
+        if self._matcher.is_error():
+            message = _first_line(self._matcher.get_error())
+            raise GrammarError(f"the grammar is too complex to continue: {message}")
+
+    @staticmethod
+    def fill_batch(
+        states: Sequence[LLGuidanceState], rows: Sequence[int], masks: NDArray[np.int32]
+    ) -> None:
+        """Fill `masks[rows[i]]` for `states[i]`, all of one vocabulary; faults are not checked."""
+        work = [(state._matcher, row) for state, row in zip(states, rows, strict=True)]
+        states[0]._shared.executor.unsafe_compute_mask_ptr(
+            work, _address(masks), masks.shape[1] * 4, masks.shape[0]
+        )
+
+
+class LLGuidanceGrammar:
+    """See `backend.CompiledGrammar`."""
+
+    def __init__(
+        self, shared: _Shared, prototype: llguidance.LLMatcher, text: GrammarText, num_bytes: int
+    ):
+        self._shared = shared
+        self._prototype = prototype
+        self._lock = threading.Lock()  # a matcher may not be touched by two threads at once
+        self.notes = text.notes
+        self.num_bytes = num_bytes
+
+    def start(self) -> LLGuidanceState:
+        with self._lock:
+            return LLGuidanceState(self._shared, self._prototype.deep_copy())
+
+
+class LLGuidanceBackend:
+    """See `backend.GrammarBackend`. May be used from several threads."""
+
+    name = "llguidance"
+
+    def __init__(self, limits: GrammarLimits | None = None, *, num_threads: int = 1):
+        self._limits = limits or GrammarLimits()
+        self._num_threads = num_threads
+        self._lock = threading.Lock()
+        self._shared: _Shared | None = None
+
+    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> LLGuidanceGrammar:
+        text = grammar_text(spec, self._limits)
+        shared = self._shared_for(vocabulary)
+        matcher = self._matcher(shared, text.grammar)
+        if matcher.is_error():
+            message = _first_line(matcher.get_error())
+            raise locate(text, message, lambda g: bool(self._matcher(shared, g).is_error()))
+        num_states = _warm(matcher, shared, spec)
+        num_bytes = 32_768 + 64 * len(text.grammar) + 2_048 * num_states
+        return LLGuidanceGrammar(shared, matcher, text, num_bytes)
+
+    @staticmethod
+    def _matcher(shared: _Shared, grammar: str) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(shared.tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+    def _shared_for(self, vocabulary: Vocabulary) -> _Shared:
+        with self._lock:
+            if self._shared is None or self._shared.vocabulary is not vocabulary:
+                tokenizer = llguidance.LLTokenizer(
+                    _Tokens(vocabulary),
+                    n_vocab=vocabulary.size,
+                    eos_token=list(vocabulary.stop_ids),
+                )
+                self._shared = _Shared(
+                    vocabulary,
+                    tokenizer,
+                    llguidance.LLExecutor(num_threads=self._num_threads),
+                    frozenset(vocabulary.stop_ids),
+                    _closing_ids(vocabulary),
+                )
+            return self._shared
+
+
+def _warm(matcher: llguidance.LLMatcher, shared: _Shared, spec: GrammarSpec) -> int:
+    """Fill masks along one short text, so that limits show here and not while decoding.
+
+    Leaves the matcher at its start. Returns the number of masks filled.
+    """
+    row = np.zeros(shared.vocabulary.mask_words, dtype=np.int32)
+    num_steps = 0
+    while num_steps < _WARM_STEPS:
+        num_steps += 1
+        matcher.unsafe_compute_mask_ptr(_address(row), row.nbytes)
+        if matcher.is_error():
+            message = _first_line(matcher.get_error())
+            raise GrammarError(f"{spec.kind}: the grammar is too complex: {message}")
+        token_id = _next_id(row, shared)
+        if token_id is None:
+            if not matcher.is_accepting():
+                raise GrammarError(f"{spec.kind}: no text satisfies the grammar")
+            break
+        if matcher.try_consume_tokens([token_id]) != 1:
+            break
+    matcher.reset()
+    return num_steps
+
+
+def _next_id(row: MaskRow, shared: _Shared) -> int | None:
+    for token_id in shared.closing_ids:
+        if is_allowed(row, token_id):
+            return token_id
+    for token_id in allowed_ids(row)[: len(shared.stop_ids) + 1].tolist():
+        if token_id not in shared.stop_ids:
+            return int(token_id)
+    return None
+
+
+def _closing_ids(vocabulary: Vocabulary) -> tuple[int, ...]:
+    first: dict[bytes, int] = {}
+    for token_id, text in enumerate(vocabulary.token_bytes):
+        if text in _CLOSING and token_id not in vocabulary.special_ids:
+            first.setdefault(text, token_id)
+    return tuple(first[text] for text in _CLOSING if text in first)
+
+
+def _address(array: NDArray[np.int32]) -> int:
+    if array.dtype != np.int32 or not array.flags.c_contiguous:
+        raise ValueError("a mask must be int32 and contiguous")
+    return array.ctypes.data
+
+
+def _first_line(message: str) -> str:
+    return json.dumps(message.split("<state>")[0].removesuffix("<non-verbose/>\n").strip())[1:-1]

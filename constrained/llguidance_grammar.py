@@ -1,0 +1,241 @@
+r"""From a `GrammarSpec` to the text llguidance reads, and from its errors back to a JSON pointer.
+
+Dialect of `regex`: the syntax of Rust's regex crate without look-around and back references;
+`\d` and `\w` are ASCII as in ECMA-262; the whole output must match. Dialect of `lark`:
+llguidance's, without what would reach outside the text (special tokens, token limits, engine
+options).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import llguidance
+
+from .gbnf import gbnf_to_lark
+from .limits import GrammarLimits
+from .preflight import PreparedSchema, prepare_json_schema
+from .schema_walk import Json, Node, Resolver, escape, reachable
+from .spec import GrammarError, GrammarKind, GrammarSpec, Whitespace
+from .structural_tag import structural_tag_to_lark
+
+# One run between two JSON tokens: up to 8 blanks, or a new line and its indentation.
+_BOUNDED = r"[ \t]{1,8}|\n[ \t]{0,40}"
+_SHORT_ESCAPES = 'nrbtf\\"'  # without u
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarText:
+    grammar: str
+    notes: tuple[str, ...] = ()
+    schema: PreparedSchema | None = None
+    options: dict[str, Json] | None = None
+
+
+def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
+    """What to compile for `spec`.
+
+    Raises:
+        GrammarError: over a limit, malformed, or not exactly enforceable.
+    """
+    match spec.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return _json_schema_text(spec.source, spec.whitespace, limits)
+        case GrammarKind.JSON_OBJECT:
+            return _json_schema_text('{"type":"object"}', spec.whitespace, limits)
+        case GrammarKind.REGEX:
+            return GrammarText(_lark(f"start: /{_regex(spec.source, limits)}/"))
+        case GrammarKind.CHOICE:
+            return GrammarText(_lark(f"start: /{_choice(spec.source, limits)}/"))
+        case GrammarKind.EBNF:
+            limits.check_source(spec.source)
+            return GrammarText(_lark(gbnf_to_lark(spec.source, limits)))
+        case GrammarKind.LARK:
+            limits.check_source(spec.source)
+            _check_lark(spec.source)
+            return GrammarText(_lark(spec.source))
+        case GrammarKind.STRUCTURAL_TAG:
+            return _structural_tag_text(spec, limits)
+
+
+def locate(text: GrammarText, message: str, fails: Callable[[str], bool]) -> GrammarError:
+    """The error for a grammar the engine refused with `message`.
+
+    `fails` compiles a grammar and tells whether that fails: among several parts of a schema that
+    could be meant, it finds the one.
+    """
+    if text.schema is None:
+        return GrammarError(message)
+    schema = text.schema
+    resolver = Resolver(schema.document, schema.draft)
+    nodes = reachable(schema.document, resolver, schema.draft)
+    candidates = [
+        (node, keyword)
+        for node in nodes
+        for keyword in _keywords_meant(message)
+        if isinstance(node.schema, dict) and keyword in node.schema
+    ]
+    if len(candidates) > 1:
+        # The innermost of those that fail on their own; few, as each try compiles.
+        candidates.sort(key=lambda c: -c[0].pointer.count("/"))
+        failing = (c for c in candidates[:64] if fails(_alone(schema, c[0], text.options)))
+        candidates = [next(failing, candidates[-1])]
+    if not candidates:
+        return GrammarError(message, pointer="")
+    node, keyword = candidates[0]
+    return GrammarError(f"{keyword}: {message}", pointer=f"{node.pointer}/{escape(keyword)}")
+
+
+def _keywords_meant(message: str) -> tuple[str, ...]:
+    if message.startswith("Unimplemented keys: "):
+        return tuple(re.findall(r'"([^"\\]+)', message))
+    for sign, keywords in (
+        ("oneOf", ("oneOf",)),
+        ("Unknown format", ("format",)),
+        ("min/maxProperties", ("minProperties", "maxProperties")),
+        ("patternProperty", ("patternProperties",)),
+        ("Pointer ", ("$ref",)),
+        ("Resource ", ("$ref",)),
+        ("ref", ("$ref",)),
+        ("regex", ("pattern", "patternProperties", "format", "minimum", "maximum")),
+        ("look", ("pattern", "patternProperties")),
+        ("minimum", ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")),
+        ("minItems", ("minItems", "maxItems")),
+        ("required property", ("required",)),
+        ("llOf", ("allOf",)),
+    ):
+        if sign in message:
+            return keywords
+    return ()
+
+
+def _alone(schema: PreparedSchema, node: Node, options: dict[str, Json] | None) -> str:
+    """A grammar for the one subschema `node`, with the document moved below `$defs`."""
+    document: dict[str, Json] = {
+        "$defs": {"root": _moved(schema.document)},
+        "$ref": f"#/$defs/root{node.pointer}",
+    }
+    return _json_grammar(document, options or {})
+
+
+def _moved(value: Json) -> Json:
+    if isinstance(value, list):
+        return [_moved(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    moved = {key: _moved(item) for key, item in value.items() if key not in ("$id", "$schema")}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith(("#/", "#")) and len(reference) != 1:
+        moved["$ref"] = f"#/$defs/root{reference[1:]}"
+    elif reference == "#":
+        moved["$ref"] = "#/$defs/root"
+    return moved
+
+
+def _json_schema_text(source: str, whitespace: Whitespace, limits: GrammarLimits) -> GrammarText:
+    schema = prepare_json_schema(source, limits)
+    options = _json_options(whitespace)
+    if schema.needs_plain_keys:
+        options["json_allowed_escapes"] = _SHORT_ESCAPES
+    return GrammarText(_json_grammar(schema.document, options), schema.notes, schema, options)
+
+
+def _json_options(whitespace: Whitespace) -> dict[str, Json]:
+    match whitespace:
+        case Whitespace.BOUNDED:
+            return {"whitespace_pattern": _BOUNDED}
+        case Whitespace.COMPACT:
+            return {"whitespace_flexible": False}
+        case Whitespace.FLEXIBLE:
+            return {"whitespace_flexible": True}
+
+
+def _json_grammar(document: dict[str, Json], options: dict[str, Json]) -> str:
+    schema: dict[str, Json] = {**document, "x-guidance": {**options}}
+    return _dumps({"grammars": [{"json_schema": schema}]})
+
+
+def _lark(source: str) -> str:
+    return _dumps({"grammars": [{"lark_grammar": source}]})
+
+
+def _dumps(value: Json) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _regex(pattern: str, limits: GrammarLimits) -> str:
+    limits.check_regex(pattern)
+    try:
+        text: str = llguidance.regex_to_lark(pattern, "dw")
+    except ValueError as error:
+        raise GrammarError(f"regex: {error}") from None
+    return _without_line_breaks(text)
+
+
+def _choice(source: str, limits: GrammarLimits) -> str:
+    limits.check_source(source)
+    try:
+        options = json.loads(source)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise GrammarError(f"choice: not a JSON array of strings: {error}") from None
+    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
+        raise GrammarError("choice: expected an array of strings")
+    unique = list(dict.fromkeys(options))
+    if not any(unique):
+        raise GrammarError("choice: there is no option, or only the empty text")
+    if len(unique) > limits.enum_values:
+        raise GrammarError(f"choice: {len(unique)} options; the limit is {limits.enum_values}")
+    for option in unique:
+        if any("\ud800" <= char <= "\udfff" for char in option):
+            raise GrammarError(f"choice: {option!r} is not valid Unicode")
+    return "|".join(_literal(option) for option in unique)
+
+
+def _literal(text: str) -> str:
+    return _without_line_breaks(re.sub(r"[\\.+*?()|\[\]{}^$/]", r"\\\g<0>", text))
+
+
+def _without_line_breaks(pattern: str) -> str:
+    """Control characters by their code: a raw line break would end a Lark regex."""
+    return re.sub(r"[\x00-\x1f\x7f]", lambda m: f"\\x{ord(m[0]):02x}", pattern)
+
+
+# Strings, regexes and comments of Lark: what looks like a directive inside them is none.
+_LARK_OPAQUE = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"i?|/(?![/*])(?:[^/\\\n]|\\.)+/[imslux]*|//[^\n]*|#[^\n]*'
+)
+_LARK_REFUSED = (
+    (re.compile(r"<[^<>\s][^<>\n]*>"), "special tokens are not part of constrained text"),
+    (re.compile(r"%llguidance\s*\{\s*[^\s}]"), "%llguidance options are not supported"),
+    (re.compile(r"%import\b"), "%import is not supported"),
+    (re.compile(r"%json\b"), "%json is not supported; use a structural tag or a JSON Schema"),
+    (
+        re.compile(r"\[[^\]\n]*\b(?:stop|max_tokens|temperature)\b"),
+        "this rule option is not supported",
+    ),
+    (re.compile(r"@\w"), "references to other grammars are not supported"),
+)
+
+
+def _check_lark(source: str) -> None:
+    bare = _LARK_OPAQUE.sub(lambda m: " " * len(m[0]), source)
+    for pattern, reason in _LARK_REFUSED:
+        if (found := pattern.search(bare)) is not None:
+            line = source.count("\n", 0, found.start()) + 1
+            raise GrammarError(f"lark, line {line}: {found[0]!r}: {reason}")
+
+
+def _structural_tag_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
+    notes: list[str] = []
+
+    def embed(schema: Json) -> str:
+        text = _json_schema_text(_dumps(schema), spec.whitespace, limits)
+        assert text.schema is not None
+        notes.extend(text.notes)
+        return _dumps({**text.schema.document, "x-guidance": {**(text.options or {})}})
+
+    lark = structural_tag_to_lark(spec.source, limits, embed)
+    return GrammarText(_lark(lark), tuple(notes))

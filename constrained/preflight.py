@@ -1,0 +1,321 @@
+"""What is decided about a grammar before any engine sees it: limits, and what we refuse.
+
+`prepare_json_schema` returns a document whose every reachable keyword the default engine
+enforces exactly, or raises a `GrammarError` with the JSON pointer, the keyword and the reason.
+Nothing that restricts the value is ever dropped. What may be dropped restricts nothing: keywords
+that can't fail (`uniqueItems: false`), keywords for types that `type` rules out, siblings of a
+`$ref` up to draft 7, and formats that no specification defines; the last two leave a note.
+
+The reasons to refuse were measured: whole families by the engine itself, and the cases in which
+it accepts an invalid value (`minProperties` above 1: it counts a repeated key twice; escapes in
+keys: `"\u0061"` slips past the property `a`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import jsonschema_rs
+
+from .limits import GrammarLimits
+from .schema_walk import (
+    Draft,
+    Json,
+    Node,
+    Resolver,
+    SchemaObject,
+    draft_of,
+    escape,
+    parse,
+    reachable,
+)
+from .spec import GrammarError
+
+# Keys of engines that would change the grammar from inside a user's schema.
+_ENGINE_KEYS = ("x-guidance",)
+
+# Formats of the JSON Schema specifications. Any other name is an annotation by definition.
+_ENFORCED_FORMATS = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
+)
+_UNENFORCED_FORMATS = frozenset(
+    "idn-email idn-hostname iri iri-reference json-pointer regex relative-json-pointer "
+    "uri-reference uri-template".split()
+)
+
+# Keyword -> the only type of value that it restricts.
+_TYPE_OF = (
+    dict.fromkeys(("contains", "unevaluatedItems", "uniqueItems"), "array")
+    | dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), "object")
+    | dict.fromkeys(("propertyNames", "unevaluatedProperties"), "object")
+    | {"format": "string"}
+)
+
+_REFUSED = {
+    "not": "negation is not supported",
+    "if": "conditions are not supported",
+    "contains": "contains is not supported",
+    "dependencies": "dependencies are not supported",
+    "dependentRequired": "dependencies are not supported",
+    "dependentSchemas": "dependencies are not supported",
+    "propertyNames": "propertyNames is not supported; use patternProperties",
+    "unevaluatedItems": "unevaluatedItems is not supported",
+    "unevaluatedProperties": "unevaluatedProperties is not supported; use additionalProperties",
+    "uniqueItems": "uniqueness of items can't be enforced while generating",
+    "$dynamicRef": "dynamic references are not supported",
+    "$recursiveRef": "dynamic references are not supported",
+}
+# Drafts that do not know a keyword treat it as an annotation.
+_SINCE = {
+    "if": Draft.DRAFT7,
+    "contains": Draft.DRAFT6,
+    "propertyNames": Draft.DRAFT6,
+    "dependentRequired": Draft.DRAFT2019,
+    "dependentSchemas": Draft.DRAFT2019,
+    "unevaluatedItems": Draft.DRAFT2019,
+    "unevaluatedProperties": Draft.DRAFT2019,
+    "prefixItems": Draft.DRAFT2020,
+    "$dynamicRef": Draft.DRAFT2020,
+    "$recursiveRef": Draft.DRAFT2019,
+    "const": Draft.DRAFT6,
+}
+_UNTIL = {"$recursiveRef": Draft.DRAFT2019, "additionalItems": Draft.DRAFT2019}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSchema:
+    """A schema that passed. `document` is private to the holder."""
+
+    document: SchemaObject
+    draft: Draft
+    notes: tuple[str, ...]
+    # Additional keys could be spelt with \uXXXX escapes and so evade the declared ones.
+    needs_plain_keys: bool
+
+
+@dataclass(slots=True)
+class _Totals:
+    enum_values: int = 0
+    properties: int = 0
+    multiple_of: int = 1
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare_json_schema(source: str, limits: GrammarLimits) -> PreparedSchema:
+    """Check the JSON Schema in `source` and remove what restricts nothing.
+
+    Raises:
+        GrammarError: with the pointer of the offending part of the schema.
+    """
+    document = parse(source, limits)
+    if document is True:
+        document = {}
+    if document is False:
+        raise GrammarError("the schema `false` allows no value", pointer="")
+    if not isinstance(document, dict):
+        raise GrammarError("a JSON Schema is an object or a boolean", pointer="")
+    totals = _Totals()
+    draft = draft_of(document)
+    if draft is None:
+        totals.notes.append(f"$schema {document['$schema']!r} is unknown: read as draft 2020-12")
+        del document["$schema"]
+        draft = Draft.DRAFT2020
+    _check_against_metaschema(document)
+    nodes = reachable(document, Resolver(document, draft), draft)
+    for node in nodes:
+        _prepare_node(node, draft, totals, limits)
+    needs_plain_keys = any(_has_open_declared_keys(node) for node in nodes)
+    if needs_plain_keys:
+        for node in nodes:
+            _refuse_control_characters(node)
+    return PreparedSchema(document, draft, tuple(totals.notes), needs_plain_keys)
+
+
+def _check_against_metaschema(document: SchemaObject) -> None:
+    try:
+        jsonschema_rs.meta.validate(document)
+    except jsonschema_rs.ValidationError as error:
+        pointer = "".join(f"/{escape(str(part))}" for part in error.instance_path)
+        raise GrammarError(f"not a valid schema: {error.message[:300]}", pointer=pointer) from None
+    except ValueError as error:
+        raise GrammarError(f"not a valid schema: {str(error)[:300]}", pointer="") from None
+
+
+def _prepare_node(node: Node, draft: Draft, totals: _Totals, limits: GrammarLimits) -> None:
+    schema = node.schema
+    assert isinstance(schema, dict)
+    for key in _ENGINE_KEYS:
+        schema.pop(key, None)
+    if draft <= Draft.DRAFT7 and "$ref" in schema:
+        _drop_siblings_of_ref(node, totals)
+        return
+    for keyword in [key for key in schema if not _is_known(key, draft)]:
+        del schema[keyword]
+    _drop_vacuous(schema)
+    for keyword in _REFUSED:
+        if keyword in schema:
+            raise GrammarError(f"{keyword}: {_REFUSED[keyword]}", pointer=_at(node, keyword))
+    _check_format(node, totals)
+    _check_counts(node, totals, limits)
+    _check_objects(node)
+    _check_numbers(node, totals, limits)
+    if isinstance(pattern := schema.get("pattern"), str):
+        limits.check_regex(pattern, pointer=_at(node, "pattern"))
+    if isinstance(patterns := schema.get("patternProperties"), dict):
+        for pattern in patterns:
+            limits.check_regex(
+                pattern, pointer=f"{_at(node, 'patternProperties')}/{escape(pattern)}"
+            )
+
+
+def _at(node: Node, keyword: str) -> str:
+    return f"{node.pointer}/{escape(keyword)}"
+
+
+def _is_known(keyword: str, draft: Draft) -> bool:
+    """False when this draft does not define the keyword, though another one does."""
+    return _SINCE.get(keyword, draft) <= draft <= _UNTIL.get(keyword, draft)
+
+
+_KEPT_BESIDE_REF = ("$ref", "$schema", "$id", "id", "$defs", "definitions")
+
+
+def _drop_siblings_of_ref(node: Node, totals: _Totals) -> None:
+    """Up to draft 7 whatever stands beside a `$ref` is ignored."""
+    assert isinstance(node.schema, dict)
+    dropped = [key for key in node.schema if key not in _KEPT_BESIDE_REF]
+    restricting = [key for key in dropped if key not in ("title", "description", "$comment")]
+    if restricting:
+        totals.notes.append(
+            f"{node.pointer or '/'}: {', '.join(restricting)} beside $ref means nothing before "
+            "draft 2019-09"
+        )
+
+
+def _drop_vacuous(schema: SchemaObject) -> None:
+    """Remove keywords that no value can violate."""
+    types = schema.get("type")
+    if types is not None:
+        allowed = [types] if isinstance(types, str) else types
+        assert isinstance(allowed, list)
+        for keyword in [key for key in schema if key in _REFUSED or key == "format"]:
+            if _TYPE_OF.get(keyword) not in (None, *allowed):
+                del schema[keyword]
+    vacuous: dict[str, tuple[Json, ...]] = {
+        "not": (False,),
+        "uniqueItems": (False,),
+        "propertyNames": (True, {}),
+        "unevaluatedItems": (True, {}),
+        "unevaluatedProperties": (True, {}),
+        "dependencies": ({},),
+        "dependentRequired": ({},),
+        "dependentSchemas": ({},),
+    }
+    for keyword, values in vacuous.items():
+        if keyword in schema and any(_same(schema[keyword], value) for value in values):
+            del schema[keyword]
+    if "then" not in schema and "else" not in schema:
+        schema.pop("if", None)
+    if "if" not in schema:
+        schema.pop("then", None)
+        schema.pop("else", None)
+    if schema.get("minContains") == 0 and "maxContains" not in schema:
+        schema.pop("contains", None)
+    if "contains" not in schema:
+        schema.pop("minContains", None)
+        schema.pop("maxContains", None)
+
+
+def _same(value: object, other: object) -> bool:
+    return type(value) is type(other) and value == other
+
+
+def _check_format(node: Node, totals: _Totals) -> None:
+    assert isinstance(node.schema, dict)
+    name = node.schema.get("format")
+    if not isinstance(name, str) or name in _ENFORCED_FORMATS:
+        return
+    if name in _UNENFORCED_FORMATS:
+        raise GrammarError(
+            f"format: {name!r} can't be enforced; use pattern", pointer=_at(node, "format")
+        )
+    del node.schema["format"]
+    totals.notes.append(f"{_at(node, 'format')}: {name!r} is not a format of JSON Schema: ignored")
+
+
+def _check_counts(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
+    assert isinstance(node.schema, dict)
+    enum = node.schema.get("enum")
+    if isinstance(enum, list):
+        totals.enum_values += len(enum)
+        if not enum:
+            raise GrammarError("enum: no value is allowed", pointer=_at(node, "enum"))
+        if totals.enum_values > limits.enum_values:
+            raise GrammarError(
+                f"the schema has more than {limits.enum_values} enum values",
+                pointer=_at(node, "enum"),
+            )
+    properties = node.schema.get("properties")
+    if isinstance(properties, dict):
+        totals.properties += len(properties)
+        if totals.properties > limits.properties:
+            raise GrammarError(
+                f"the schema has more than {limits.properties} properties",
+                pointer=_at(node, "properties"),
+            )
+
+
+def _check_objects(node: Node) -> None:
+    """`minProperties` counts keys; additional keys may repeat, and a repeated key counts once."""
+    assert isinstance(node.schema, dict)
+    minimum = node.schema.get("minProperties")
+    required = node.schema.get("required")
+    num_required = len(required) if isinstance(required, list) else 0
+    if isinstance(minimum, int | float) and minimum > max(1, num_required):
+        raise GrammarError(
+            f"minProperties: {minimum} is more than the required keys; distinct additional keys "
+            "can't be counted",
+            pointer=_at(node, "minProperties"),
+        )
+
+
+def _check_numbers(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
+    """The automaton for `multipleOf` has one state per residue."""
+    assert isinstance(node.schema, dict)
+    step = node.schema.get("multipleOf")
+    if not isinstance(step, int | float):
+        return
+    digits = Fraction(str(step)).numerator if math.isfinite(step) else limits.multiple_of + 1
+    totals.multiple_of = math.lcm(totals.multiple_of, digits)
+    if totals.multiple_of > limits.multiple_of:
+        raise GrammarError(
+            f"multipleOf: the least common multiple of all is above {limits.multiple_of}",
+            pointer=_at(node, "multipleOf"),
+        )
+
+
+def _has_open_declared_keys(node: Node) -> bool:
+    schema = node.schema
+    assert isinstance(schema, dict)
+    declared = any(schema.get(key) for key in ("properties", "patternProperties", "required"))
+    return declared and schema.get("additionalProperties") is not False
+
+
+def _refuse_control_characters(node: Node) -> None:
+    r"""Without \uXXXX escapes some characters have no spelling; a value that needs one is lost."""
+    assert isinstance(node.schema, dict)
+    for keyword in ("const", "enum"):
+        if keyword in node.schema and _needs_escape(node.schema[keyword]):
+            raise GrammarError(
+                f"{keyword}: control characters need \\u escapes, which are not generated in "
+                "schemas with open objects; set additionalProperties to false",
+                pointer=_at(node, keyword),
+            )
+
+
+def _needs_escape(value: Json) -> bool:
+    text = json.dumps(value, ensure_ascii=False)
+    return "\\u00" in text.replace("\\\\", "")

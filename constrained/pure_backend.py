@@ -1,0 +1,118 @@
+"""A reference engine in plain Python: slow, obvious, and what the tests compare with.
+
+It serves `choice` and needs no native code. Every answer is worked out from the definition: an
+id is legal when some option continues with its bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+
+from .backend import GrammarState, MaskRow
+from .spec import GrammarError, GrammarKind, GrammarSpec
+from .vocabulary import Vocabulary
+
+
+class PureState:
+    """See `backend.GrammarState`. The state is the list of accepted ids."""
+
+    def __init__(self, options: Sequence[bytes], vocabulary: Vocabulary):
+        self._options = options  # sorted
+        self._vocabulary = vocabulary
+        self._ids: list[int] = []
+        self._lengths = [0]  # of the text, after each accepted id
+        self._text = b""
+
+    @property
+    def is_done(self) -> bool:
+        return self._has_ended or (self.may_end and not self._continues(self._text, strictly=True))
+
+    @property
+    def may_end(self) -> bool:
+        return self._has_ended or self._text in self._options[self._position(self._text) :][:1]
+
+    def fill(self, row: MaskRow) -> None:
+        row[:] = 0
+        for token_id in range(self._vocabulary.size):
+            if self._allows(token_id):
+                row[token_id >> 5] |= np.array(1 << (token_id & 31), dtype=np.uint32).view(np.int32)
+
+    def accept(self, token_id: int) -> bool:
+        if not self._allows(token_id):
+            return False
+        self._ids.append(token_id)
+        if token_id not in self._vocabulary.stop_ids:
+            self._text += self._vocabulary.token_bytes[token_id]
+        self._lengths.append(len(self._text))
+        return True
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def rollback(self, num_tokens: int) -> None:
+        if not 0 <= num_tokens <= len(self._ids):
+            raise ValueError(f"can't roll back {num_tokens} of {len(self._ids)} tokens")
+        end = len(self._ids) - num_tokens
+        del self._ids[end:], self._lengths[end + 1 :]
+        self._text = self._text[: self._lengths[-1]]
+
+    def fork(self) -> GrammarState:
+        copy = PureState(self._options, self._vocabulary)
+        copy._ids, copy._lengths, copy._text = self._ids[:], self._lengths[:], self._text
+        return copy
+
+    @property
+    def _has_ended(self) -> bool:
+        return bool(self._ids) and self._ids[-1] in self._vocabulary.stop_ids
+
+    def _allows(self, token_id: int) -> bool:
+        if token_id in self._vocabulary.stop_ids:
+            return self.may_end
+        if self._has_ended or not 0 <= token_id < self._vocabulary.size:
+            return False
+        token = self._vocabulary.token_bytes[token_id]
+        return (
+            token != b""
+            and token_id not in self._vocabulary.special_ids
+            and self._continues(self._text + token)
+        )
+
+    def _position(self, text: bytes) -> int:
+        return bisect_left(self._options, text)
+
+    def _continues(self, text: bytes, *, strictly: bool = False) -> bool:
+        """Whether some option starts with `text` (and is longer)."""
+        position = self._position(text + b"\0" if strictly else text)
+        return position < len(self._options) and self._options[position].startswith(text)
+
+
+class PureGrammar:
+    """See `backend.CompiledGrammar`."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, options: Sequence[bytes], vocabulary: Vocabulary):
+        self._options = options
+        self._vocabulary = vocabulary
+        self.num_bytes = sum(len(option) + 64 for option in options)
+
+    def start(self) -> GrammarState:
+        return PureState(self._options, self._vocabulary)
+
+
+class PureBackend:
+    """See `backend.GrammarBackend`."""
+
+    name = "pure"
+
+    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> PureGrammar:
+        if spec.kind != GrammarKind.CHOICE:
+            raise GrammarError(f"the pure backend serves choice only, not {spec.kind}")
+        options = json.loads(spec.source)
+        if not any(options):
+            raise GrammarError("choice: there is no option, or only the empty text")
+        return PureGrammar(sorted({option.encode() for option in options}), vocabulary)
