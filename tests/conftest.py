@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tiny_files import write_tiny_model
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -44,3 +45,9 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def model_driver() -> Any:
     """The class `ModelDriver`: feeds sequences to a runner in steps and chunks."""
     return load_beside("model_driver").ModelDriver
+
+
+@pytest.fixture(scope="session")
+def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole tiny model in Hugging Face layout, with tokenizer and chat template."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny-files")
