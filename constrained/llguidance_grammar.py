@@ -199,8 +199,12 @@ def _literal(text: str) -> str:
 
 
 def _without_line_breaks(pattern: str) -> str:
-    """Control characters by their code: a raw line break would end a Lark regex."""
-    return re.sub(r"[\x00-\x1f\x7f]", lambda m: f"\\x{ord(m[0]):02x}", pattern)
+    """Control characters, also escaped ones, by their code: a raw line break would end a regex."""
+    return re.sub(r"\\[^\x00-\x1f]|\\?([\x00-\x1f\x7f])", _control_by_code, pattern)
+
+
+def _control_by_code(match: re.Match[str]) -> str:
+    return match[0] if match[1] is None else f"\\x{ord(match[1]):02x}"
 
 
 # Strings, regexes and comments of Lark: what looks like a directive inside them is none.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from palmette.constrained.backend import select_backend
 from palmette.constrained.compiler import GrammarCompiler
+from palmette.constrained.spec import GrammarSpec
 from palmette.constrained.vocabulary import Vocabulary
 
 _WORDS = (
@@ -56,3 +57,20 @@ def compiler(vocabulary: Vocabulary) -> Iterator[GrammarCompiler]:
     compiler = GrammarCompiler(vocabulary, select_backend(), cache_bytes=64 * 1024 * 1024)
     yield compiler
     compiler.close()
+
+
+@pytest.fixture(scope="session")
+def accepts(compiler: GrammarCompiler) -> Callable[[GrammarSpec, str], bool]:
+    """Whether a grammar takes a whole text, byte by byte and in canonical tokens alike."""
+
+    def drive(spec: GrammarSpec, ids: list[int]) -> bool:
+        state = compiler.get(spec).start()
+        return all(state.accept(token_id) for token_id in ids) and state.may_end
+
+    def accepts(spec: GrammarSpec, text: str) -> bool:
+        by_byte = drive(spec, list(text.encode()))
+        by_token = drive(spec, compiler.vocabulary.encode(text))
+        assert by_byte == by_token, text
+        return by_byte
+
+    return accepts
