@@ -238,7 +238,9 @@ def check_request(request: Request, info: EngineInfo) -> None:
     if num_prompt == 0:
         raise RequestError("prompt: is empty; give at least one token", field="prompt")
     _check_token_ids("prompt", request.prompt_ids, info.vocab_size)
-    num_new = sampling.max_new_tokens if sampling.max_new_tokens is not None else 1
+    num_new = sampling.max_new_tokens
+    if num_new is None:
+        num_new = max(1, sampling.min_new_tokens)
     if num_prompt + num_new > info.context_length:
         raise RequestError(
             f"prompt: {num_prompt} prompt tokens + {num_new} new tokens exceed the context of "
