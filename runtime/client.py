@@ -6,10 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from .request import EngineInfo, Output, Request
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+COMPILE_POLL_S = 0.0005
 
 
 class EngineClient(Protocol):
@@ -47,3 +53,46 @@ class EngineClient(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class LocalClient:
+    """Drives an engine in the caller's thread: `poll` makes steps until there is something new.
+
+    `pause(seconds)` is called between looks while every request waits for its grammar to compile
+    in another thread.
+    """
+
+    def __init__(self, engine: Engine, *, pause: Callable[[float], None] = time.sleep) -> None:
+        self.engine = engine
+        self._pause = pause
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.engine.submit(requests)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self.engine.abort(request_ids)
+
+    def poll(self) -> list[Output]:
+        engine = self.engine
+        while engine.has_work:
+            outputs = engine.step()
+            if outputs:
+                return outputs
+            if engine.is_compiling:
+                self._pause(COMPILE_POLL_S)
+        return []
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        return self.engine.tokenizer.encode(text, parse_special=parse_special)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.engine.tokenizer.decode(token_ids)
+
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    def flush_cache(self) -> bool:
+        return self.engine.flush_cache()
+
+    def close(self) -> None:
+        self.engine.close()

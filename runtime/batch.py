@@ -1,0 +1,220 @@
+"""Build the arrays of a step from its plan: numpy over rows, into buffers that are reused.
+
+Everything here is int32 and as long as the step needs; nothing is proportional to the context
+except the page lists, which are copied row by row from the sequence table.
+
+Legend: T tokens, B sequences, P pages over all sequences, S sampled rows, W mask words.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palmette.constrained.masks import fill_rows
+from palmette.kernels.batch import ForwardBatch, Int32Array
+from palmette.kernels.sampling import RowSampling, SampleBatch
+
+from .plan import Chunk, StepPlan
+from .sequence import SequenceState, SequenceTable
+
+CHOOSE = -1  # SampleBatch.targets of a row that chooses
+
+
+class BatchBuilder:
+    """Arrays of a built batch hold until the next `build`."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        *,
+        page_size: int,
+        token_budget: int,
+        mask_words: int,
+        end_ids: frozenset[int],
+    ) -> None:
+        num_rows, max_pages = table.page_table.shape
+        self._table = table
+        self._page_size = page_size
+        self._mask_words = mask_words
+        self._end_ids = end_ids  # ids that end a text and may stand in none
+        self._token_ids = np.empty(token_budget, np.int32)
+        self._positions = np.empty(token_budget, np.int32)
+        self._slots = np.empty(token_budget, np.int32)
+        self._rows = np.empty(num_rows, np.int32)  # table row of each sequence of the step
+        self._ends = np.empty(num_rows, np.int32)  # tokens of it after the step
+        self._qo_indptr = np.zeros(num_rows + 1, np.int32)
+        self._kv_indptr = np.zeros(num_rows + 1, np.int32)
+        self._last_page_len = np.empty(num_rows, np.int32)
+        self._page_ids = np.empty(4 * max_pages, np.int32)
+        self._counting = np.arange(max(max_pages * page_size, num_rows, token_budget) + 1)
+        self._counting = self._counting.astype(np.int32)
+        self._sample_rows = np.empty(token_budget, np.int32)
+        self._sample_sequences = np.empty(token_budget, np.int32)
+        self._sample_positions = np.empty(token_budget, np.int32)
+        self._targets = np.empty(token_budget, np.int32)
+        self._num_sampled = 0
+        self._scored: list[tuple[int, int, int]] = []  # (first, end) of S, num_top
+        self._masks = np.empty((0, mask_words), np.int32)
+
+    def build(self, plan: StepPlan) -> ForwardBatch:
+        """The forward arrays; also notes which rows are sampled, for `sampling`."""
+        num_decodes, num_sequences = len(plan.decodes), plan.num_sequences
+        rows, ends = self._rows[:num_sequences], self._ends[:num_sequences]
+        rows[:num_decodes] = [sequence.row for sequence in plan.decodes]
+        self._build_decodes(num_decodes)
+        self._scored.clear()
+        place = self._num_sampled = num_decodes
+        for i, chunk in enumerate(plan.chunks, start=num_decodes):
+            rows[i], ends[i] = chunk.sequence.row, chunk.end
+            self._build_chunk(chunk, place)
+            place += chunk.num_tokens
+            self._qo_indptr[i + 1] = place
+        num_pages = self._build_pages(num_sequences)
+        return ForwardBatch(
+            token_ids=self._token_ids[:place],
+            positions=self._positions[:place],
+            kv_slots=self._slots[:place],
+            qo_indptr=self._qo_indptr[: num_sequences + 1],
+            kv_indptr=self._kv_indptr[: num_sequences + 1],
+            kv_page_ids=self._page_ids[:num_pages],
+            kv_last_page_len=self._last_page_len[:num_sequences],
+            sample_rows=self._sample_rows[: self._num_sampled],
+        )
+
+    def _build_decodes(self, num_decodes: int) -> None:
+        table, page_size = self._table, self._page_size
+        rows, part = self._rows[:num_decodes], slice(0, num_decodes)
+        ends = table.num_tokens[rows]
+        positions = ends - 1
+        self._ends[part] = ends
+        self._token_ids[part] = table.last_ids[rows]
+        self._positions[part] = positions
+        pages = table.page_table[rows, positions // page_size]
+        self._slots[part] = pages * page_size + positions % page_size
+        self._qo_indptr[1 : num_decodes + 1] = self._counting[1 : num_decodes + 1]
+        self._sample_rows[part] = self._counting[part]
+        self._sample_sequences[part] = rows
+        self._sample_positions[part] = ends
+        self._targets[part] = CHOOSE
+
+    def _build_chunk(self, chunk: Chunk, place: int) -> None:
+        sequence, page_size = chunk.sequence, self._page_size
+        part = slice(place, place + chunk.num_tokens)
+        positions = self._counting[chunk.start : chunk.end]
+        self._token_ids[part] = sequence.ids[chunk.start : chunk.end]
+        self._positions[part] = positions
+        pages = self._table.page_table[sequence.row][positions // page_size]
+        self._slots[part] = pages * page_size + positions % page_size
+        num_scored = chunk.num_scored
+        if num_scored:
+            first = sequence.next_scored
+            self._add_sampled(
+                chunk, place + first - 1 - chunk.start, count=num_scored, position=first
+            )
+        if chunk.is_sampling:
+            self._add_sampled(chunk, part.stop - 1, count=1, position=chunk.end)
+
+    def _add_sampled(self, chunk: Chunk, row: int, *, count: int, position: int) -> None:
+        """`count` rows from `row` on, which choose or score the tokens at `position`..."""
+        start = self._num_sampled
+        part = slice(start, start + count)
+        self._sample_rows[part] = self._counting[row : row + count]
+        self._sample_sequences[part] = chunk.sequence.row
+        self._sample_positions[part] = self._counting[position : position + count]
+        if position == chunk.sequence.num_tokens:
+            self._targets[part] = CHOOSE
+        else:
+            self._targets[part] = chunk.sequence.ids[position : position + count]
+            self._scored.append((start, start + count, chunk.sequence.request.logprobs.num_top))
+        self._num_sampled += count
+
+    def _build_pages(self, num_sequences: int) -> int:
+        """Fill kv_indptr, kv_page_ids and kv_last_page_len; returns P."""
+        ends = self._ends[:num_sequences]
+        last = ends - 1
+        self._last_page_len[:num_sequences] = last % self._page_size + 1
+        indptr = self._kv_indptr[: num_sequences + 1]
+        np.cumsum(last // self._page_size + 1, out=indptr[1:])
+        num_pages = int(indptr[-1])
+        if num_pages > len(self._page_ids):
+            self._page_ids = np.empty(2 * num_pages, np.int32)
+        page_ids, page_table = self._page_ids, self._table.page_table
+        bounds = indptr.tolist()
+        for i, row in enumerate(self._rows[:num_sequences].tolist()):
+            start, end = bounds[i], bounds[i + 1]
+            page_ids[start:end] = page_table[row, : end - start]
+        return num_pages
+
+    def sampling(self, plan: StepPlan, *, faults: dict[int, Exception]) -> SampleBatch:
+        """Parameters of the rows that `build(plan)` marked for sampling.
+
+        Grammar masks are filled here. One that raises is noted in `faults`, by arrival, and its
+        row is left without a mask: the caller ends that sequence after the step.
+        """
+        table, num_sampled = self._table, self._num_sampled
+        of = self._sample_sequences[:num_sampled]
+        num_top = table.num_top[of]
+        for start, end, wanted in self._scored:
+            num_top[start:end] = wanted
+        rows: list[RowSampling | None] = [sequence.row_sampling() for sequence in plan.decodes]
+        masked = [(i, s) for i, s in enumerate(plan.decodes) if s.grammar is not None]
+        for chunk in plan.chunks:
+            rows += [None] * chunk.num_scored
+            if chunk.is_sampling:
+                if chunk.sequence.grammar is not None:
+                    masked.append((len(rows), chunk.sequence))
+                rows.append(chunk.sequence.row_sampling())
+        has_mask = np.zeros(num_sampled, np.bool_)
+        return SampleBatch(
+            targets=self._targets[:num_sampled],
+            temperature=table.temperature[of],
+            top_k=table.top_k[of],
+            top_p=table.top_p[of],
+            min_p=table.min_p[of],
+            presence_penalty=table.presence_penalty[of],
+            frequency_penalty=table.frequency_penalty[of],
+            repetition_penalty=table.repetition_penalty[of],
+            seeds=table.seeds[of],
+            choices=table.choices[of],
+            positions=self._sample_positions[:num_sampled],
+            rows=tuple(rows),
+            num_top=num_top,
+            masks=self._fill_masks(masked, has_mask, faults) if masked else None,
+            has_mask=has_mask,
+        )
+
+    def _fill_masks(
+        self,
+        masked: list[tuple[int, SequenceState]],
+        has_mask: NDArray[np.bool_],
+        faults: dict[int, Exception],
+    ) -> Int32Array:
+        """Masks [S, W] of the step; rows without a grammar are all ones."""
+        num_sampled = self._num_sampled
+        if num_sampled > len(self._masks):
+            self._masks = np.empty((2 * num_sampled, self._mask_words), np.int32)
+        masks = self._masks[:num_sampled]
+        masks.fill(-1)
+        states = [(place, s, s.grammar) for place, s in masked if s.grammar is not None]
+        errors = fill_rows(masks, [state for _, _, state in states], [i for i, _, _ in states])
+        for place, sequence, state in states:
+            try:
+                if place in errors:
+                    raise errors[place]
+                self._set_stops(masks[place], sequence, may_end=state.may_end)
+                has_mask[place] = True
+            except Exception as error:  # fault boundary: one sequence
+                faults[sequence.arrival] = error
+                masks[place].fill(-1)
+        return masks
+
+    def _set_stops(self, mask: Int32Array, sequence: SequenceState, *, may_end: bool) -> None:
+        """Its stop ids are allowed exactly when the text may end; ids that end others never."""
+        words = mask.view(np.uint32)
+        for token_id in self._end_ids | sequence.stop_ids:
+            bit = np.uint32(1 << (token_id & 31))
+            if may_end and token_id in sequence.stop_ids:
+                words[token_id >> 5] |= bit
+            else:
+                words[token_id >> 5] &= ~bit

@@ -1,0 +1,481 @@
+"""The engine: one step at a time, single-threaded by contract, nothing hidden between steps.
+
+    plan -> launch -> mask -> sample -> commit
+
+Faults stay where they belong: an exception of one sequence's grammar, text or pages ends that
+request; a forward pass that raises is repeated row by row, so that only the rows which raise
+alone end. A request ends in exactly one `Output` with `finish` set.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+
+from palmette.constrained.spec import GrammarError
+from palmette.kernels.sampling import SampleResult
+from palmette.radix_cache.tree import RadixTree, TreeNode
+
+from .batch import BatchBuilder
+from .commit import CommitHooks, Committer, SequenceFault
+from .config import EngineConfig
+from .delivery import Delivery
+from .metrics import Counters, EngineStats
+from .parts import GrammarSource, TokenCodec
+from .plan import StepPlan
+from .request import (
+    EngineInfo,
+    ErrorInfo,
+    Finish,
+    FinishReason,
+    Output,
+    Request,
+    RequestError,
+    check_request,
+)
+from .runner import ModelRunner
+from .scheduler import Scheduler
+from .sequence import SequenceState, SequenceTable, Status
+
+logger = logging.getLogger(__name__)
+
+ABORTED = Finish(reason=FinishReason.ABORT)
+FAILED = Finish(reason=FinishReason.ERROR)
+MAX_STALLS = 3  # steps that may pass with work but without progress
+SCORED_LOGITS_BYTES = 64 * 1024 * 1024  # logits of scored prompt rows in one step
+
+
+class Engine:
+    """Runs requests on a model. Not thread-safe: one thread calls everything.
+
+    `clock` gives monotonic seconds; deadlines and timings follow it and nothing else does.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        runner: ModelRunner,
+        tokenizer: TokenCodec,
+        grammars: GrammarSource,
+        info: EngineInfo,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.info = info
+        self.tokenizer = tokenizer
+        self._runner = runner
+        self._grammars = grammars
+        self._clock = clock
+        self._vocabulary = tokenizer.vocabulary(info.vocab_size)
+        self._max_tokens = min(info.context_length, info.num_pages * info.page_size)
+        self._random = random.Random(config.seed)  # noqa: S311 - seeds of samplers, no secrets
+        self._tree = RadixTree(
+            num_pages=info.num_pages,
+            page_size=info.page_size,
+            prefix_cache=config.scheduler.prefix_cache,
+        )
+        max_running = min(config.scheduler.max_running, info.num_pages)
+        self._table = SequenceTable(
+            num_rows=max_running, max_pages=-(-self._max_tokens // info.page_size)
+        )
+        self._builder = BatchBuilder(
+            self._table,
+            page_size=info.page_size,
+            token_budget=config.scheduler.token_budget,
+            mask_words=self._vocabulary.mask_words,
+            end_ids=frozenset((*info.eos_token_ids, *self._vocabulary.stop_ids)),
+        )
+        self._scheduler = Scheduler(
+            config.scheduler,
+            tree=self._tree,
+            table=self._table,
+            page_size=info.page_size,
+            max_scored_rows=max(1, SCORED_LOGITS_BYTES // (4 * info.vocab_size)),
+            on_fault=self._on_fault,
+        )
+        hooks = CommitHooks(self._emit, self._finish, self._on_fault)
+        self._committer = Committer(self._scheduler, self._table, hooks)
+        self._counters = Counters()
+        self._live: dict[str, SequenceState] = {}
+        self._compiling: dict[int, SequenceState] = {}  # by arrival: polled each step
+        self._deadlines: list[tuple[float, int, SequenceState]] = []  # heap
+        self._outputs: list[Output] = []
+        self._faults: dict[int, Exception] = {}  # by arrival, since the launch of this step
+        self._late_aborts: list[SequenceState] = []  # asked for while a step was in flight
+        self._in_flight = False
+        self._num_submitted = 0
+        self._num_stalls = 0
+        self._num_ended = 0
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig | None = None,
+        *,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> Engine:
+        """Load a model and build everything around it; see `runtime.load`."""
+        # Imported here: it brings the models, which an engine by itself does not need.
+        from .load import load_engine  # type: ignore[import-not-found]
+
+        engine: Engine = load_engine(config or EngineConfig(), progress=progress)
+        return engine
+
+    # Requests in
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests.
+
+        Raises:
+            RequestError: when one cannot be served; then none of them is queued.
+        """
+        self._check(requests)
+        now = self._clock()
+        for request in requests:
+            sampling = request.sampling
+            self._num_submitted += 1
+            self._counters.accepted += 1
+            stop_ids = set(sampling.stop_token_ids)
+            if not sampling.ignore_eos:
+                stop_ids.update(self.info.eos_token_ids)
+            room = self._max_tokens - len(request.prompt_ids)
+            seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
+            sequence = SequenceState(
+                request,
+                arrival=self._num_submitted,
+                seed=seed % 2**64,
+                submitted_at=now,
+                stop_ids=frozenset(stop_ids),
+                max_generated=room
+                if sampling.max_new_tokens is None
+                else min(room, sampling.max_new_tokens),
+                delivery=Delivery(sampling, vocabulary=self._vocabulary),
+            )
+            self._live[request.request_id] = sequence
+            self._scheduler.submit(sequence)
+            if sequence.deadline_at is not None:
+                entry = (sequence.deadline_at, sequence.arrival, sequence)
+                heapq.heappush(self._deadlines, entry)
+            if request.grammar is not None:
+                self._compiling[sequence.arrival] = sequence
+                try:
+                    self._grammars.request(request.grammar)
+                except Exception as error:  # fault boundary: one request
+                    self._on_fault(sequence, error)
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        limit = self.info.limits.max_waiting
+        if self._scheduler.num_waiting + len(requests) > limit:
+            raise RequestError(
+                f"the queue holds {self._scheduler.num_waiting} requests; "
+                f"{len(requests)} more exceed its limit of {limit}; try again later",
+                code="overloaded",
+            )
+        seen: set[str] = set()
+        for request in requests:
+            check_request(request, self.info)
+            if request.request_id in self._live or request.request_id in seen:
+                raise RequestError(
+                    f"request_id: {request.request_id!r} is in use by a live request",
+                    field="request_id",
+                    code="duplicate_id",
+                )
+            seen.add(request.request_id)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests by exact id; unknown ids are ignored. Their ids are free at once."""
+        for request_id in request_ids:
+            sequence = self._live.pop(request_id, None)
+            if sequence is None:
+                continue
+            if self._in_flight:  # the step may be writing its pages: it ends at the commit
+                self._late_aborts.append(sequence)
+            else:
+                self._end(sequence, ABORTED)
+
+    # The step
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or an output undelivered."""
+        return bool(self._live or self._outputs)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether nothing can be done but to wait for grammars that compile elsewhere."""
+        return not self._outputs and all(sequence.needs_grammar for sequence in self._live.values())
+
+    def step(self) -> list[Output]:
+        """Make one step; returns what is new. An empty list: nothing to tell yet, or idle."""
+        start = self._clock()
+        num_before = self._num_ended + self._scheduler.num_admissions
+        self._expire(start)
+        self._poll_grammars()
+        plan = self._scheduler.plan(now=start)
+        self._counters.plan_s += self._clock() - start
+        if not plan.is_empty:
+            self._run(plan)
+            self._num_stalls = 0
+        elif self._num_ended + self._scheduler.num_admissions == num_before:
+            self._note_stall()
+        self._counters.last_step_s = self._clock() - start
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _run(self, plan: StepPlan) -> None:
+        try:
+            result = self._forward(plan)
+        except Exception as error:  # fault boundary: the rows of this plan
+            self._isolate(plan, error)
+        else:
+            self._commit(plan, result)
+
+    def _forward(self, plan: StepPlan) -> SampleResult | None:
+        """Launch, then fill the masks while the device works, then sample."""
+        self._in_flight = True
+        start = self._clock()
+        batch = self._builder.build(plan)
+        handle = self._runner.launch(batch)
+        launched = self._clock()
+        self._counters.launch_s += launched - start
+        if len(batch.sample_rows) == 0:
+            return None
+        params = self._builder.sampling(plan, faults=self._faults)
+        masked = self._clock()
+        self._counters.mask_s += masked - launched
+        result = handle.sample(params)
+        self._counters.sample_s += self._clock() - masked
+        return result
+
+    def _commit(self, plan: StepPlan, result: SampleResult | None) -> None:
+        start = self._clock()
+        self._in_flight = False
+        faults, self._faults = self._faults, {}
+        faults.update((sequence.arrival, _Aborted()) for sequence in self._late_aborts)
+        self._committer.commit(plan, result, faults=faults, now=start)
+        self._end_late_aborts()
+        self._counters.steps += 1
+        self._counters.forward_tokens += plan.num_tokens
+        self._counters.commit_s += self._clock() - start
+
+    def _isolate(self, plan: StepPlan, error: Exception) -> None:
+        """A forward pass raised: repeat it row by row; rows that raise alone end."""
+        self._counters.failed_steps += 1
+        logger.error("forward pass of %d rows failed: %r", plan.num_sequences, error)
+        self._scheduler.abandon(plan)
+        self._in_flight = False
+        self._faults.clear()
+        if plan.num_sequences == 1:
+            self._on_fault(plan.sequences()[0], error)
+            self._end_late_aborts()
+            return
+        for single in plan.single_rows():
+            self._end_late_aborts()
+            claimed = self._scheduler.claim(single)
+            if claimed.is_empty:
+                continue
+            try:
+                result = self._forward(claimed)
+            except Exception as row_error:  # fault boundary: this row
+                self._scheduler.abandon(claimed)
+                self._in_flight = False
+                self._faults.clear()
+                self._on_fault(claimed.sequences()[0], row_error)
+            else:
+                self._commit(claimed, result)
+        self._end_late_aborts()
+
+    def _poll_grammars(self) -> None:
+        """Start the grammars that have become ready."""
+        for sequence in list(self._compiling.values()):
+            spec = sequence.request.grammar
+            assert spec is not None
+            try:
+                if not self._grammars.ready(spec):
+                    continue
+                sequence.grammar = self._grammars.get(spec).start()
+                self._scheduler.grammar_ready(sequence)
+            except Exception as error:  # fault boundary: one request
+                self._on_fault(sequence, error)
+            self._compiling.pop(sequence.arrival, None)
+
+    def _expire(self, now: float) -> None:
+        """End what has passed its deadline, at whatever stage it is."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, sequence = heapq.heappop(self._deadlines)
+            if sequence.status is not Status.FINISHED:
+                info = ErrorInfo(
+                    code="deadline",
+                    message=f"request {sequence.request_id}: its deadline of "
+                    f"{sequence.request.deadline_s} s has passed",
+                )
+                self._end(sequence, ABORTED, error=info)
+
+    def _note_stall(self) -> None:
+        """Nothing could be done: after a few such steps the request in the way is failed."""
+        if not self._live or self.is_compiling:
+            return
+        self._counters.stalls += 1
+        self._num_stalls += 1
+        if self._num_stalls >= MAX_STALLS:
+            self._num_stalls = 0
+            queue = self._scheduler.waiting or self._scheduler.running
+            culprit = queue[0] if queue else next(iter(self._live.values()))
+            message = f"request {culprit.request_id}: cannot be scheduled; it makes no progress"
+            self._on_fault(culprit, SequenceFault(ErrorInfo(code="internal", message=message)))
+
+    # How a request ends
+
+    def _emit(self, sequence: SequenceState) -> None:
+        """Queue an output for what has become deliverable, if anything has."""
+        token_ids, text, logprobs = sequence.delivery.take()
+        if token_ids or text:
+            self._outputs.append(
+                Output(
+                    request_id=sequence.request_id,
+                    token_ids=token_ids,
+                    text=text,
+                    logprobs=logprobs,
+                    prompt_logprobs=sequence.take_prompt_logprobs(),
+                    usage=sequence.usage(),
+                    timing=sequence.timing(),
+                )
+            )
+
+    def _finish(self, sequence: SequenceState, finish: Finish) -> None:
+        """End a complete sequence; what was held back of its text goes out."""
+        matched = sequence.delivery.end()
+        if matched is not None and finish.matched is None:
+            finish = Finish(reason=FinishReason.STOP, matched=matched)
+        self._end(sequence, finish)
+
+    def _on_fault(self, sequence: SequenceState, error: Exception) -> None:
+        """End one request for an exception; its client sees a fixed message and the id."""
+        if sequence.status is Status.FINISHED:
+            logger.error("request %s: fault after its end", sequence.request_id, exc_info=error)
+            return
+        if isinstance(error, _Aborted):
+            self._end(sequence, ABORTED)
+            return
+        info, keep = _explain(sequence.request_id, error), True
+        if isinstance(error, SequenceFault):
+            keep = error.keep
+        elif info.code == "internal":
+            logger.error("request %s failed", sequence.request_id, exc_info=error)
+        self._end(sequence, FAILED, error=info, keep=keep)
+
+    def _end(
+        self,
+        sequence: SequenceState,
+        finish: Finish,
+        *,
+        error: ErrorInfo | None = None,
+        keep: bool = True,
+    ) -> None:
+        """The one place where a request ends: pages back, last output, books closed."""
+        try:
+            self._scheduler.remove(sequence, keep=keep)
+        except Exception as fault:  # fault boundary: the request still ends
+            sequence.status = Status.FINISHED
+            logger.error("request %s: release failed", sequence.request_id, exc_info=fault)
+        self._compiling.pop(sequence.arrival, None)
+        if self._live.get(sequence.request_id) is sequence:
+            del self._live[sequence.request_id]
+        is_complete = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        token_ids, text, logprobs = sequence.delivery.take() if is_complete else ((), "", ())
+        usage = sequence.usage()
+        self._outputs.append(
+            Output(
+                request_id=sequence.request_id,
+                token_ids=token_ids,
+                text=text,
+                logprobs=logprobs,
+                prompt_logprobs=sequence.take_prompt_logprobs() if is_complete else (),
+                finish=finish,
+                usage=usage,
+                timing=sequence.timing(finished_s=self._clock() - sequence.submitted_at),
+                error=error,
+            )
+        )
+        self._num_ended += 1
+        self._counters.add_end(finish.reason, usage, error)
+
+    def _end_late_aborts(self) -> None:
+        """End what was aborted while a step was in flight and is not over yet."""
+        while self._late_aborts:
+            sequence = self._late_aborts.pop()
+            if sequence.status is not Status.FINISHED:
+                self._end(sequence, ABORTED)
+
+    # Looking in
+
+    def preempt(self, request_id: str) -> bool:
+        """Take a running request's pages, as when they run out; False when it does not run."""
+        sequence = self._live.get(request_id)
+        if sequence is None or sequence.lease is None:
+            return False
+        self._scheduler.preempt(sequence)
+        return True
+
+    def flush_cache(self) -> bool:
+        """Forget all prefixes; False when something still runs."""
+        return self._tree.flush()
+
+    def snapshot(self) -> TreeNode:
+        """The tree of prefixes, for display."""
+        return self._tree.snapshot()
+
+    def stats(self) -> EngineStats:
+        scheduler, tree = self._scheduler, self._tree
+        free, cached = tree.num_free_pages, tree.num_evictable_pages
+        return self._counters.snapshot(
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting,
+            num_pages=self.info.num_pages,
+            free_pages=free,
+            cached_pages=cached,
+            generated_tokens=self._committer.num_generated,
+            admissions=scheduler.num_admissions,
+            preemptions=scheduler.num_preemptions,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError where the books disagree; for tests, between steps. O(pages)."""
+        scheduler = self._scheduler
+        self._tree.check()
+        self._table.check()
+        running = {sequence.arrival for sequence in scheduler.running}
+        assert running == {sequence.arrival for sequence in self._table.running()}
+        assert self._tree.num_open_leases == len(running)
+        queued = [*scheduler.waiting, *scheduler.compiling.values()]
+        assert all(s.status is Status.WAITING and s.lease is None for s in queued)
+        stages = running | {sequence.arrival for sequence in queued}
+        assert len(stages) == len(running) + len(queued)
+        assert stages == {sequence.arrival for sequence in self._live.values()}
+        assert self._counters.accepted == self._num_ended + len(self._live)
+
+    def close(self) -> None:
+        """Let go of the model and the grammar threads; unfinished requests are dropped."""
+        self._grammars.close()
+        self._runner.close()
+
+
+class _Aborted(Exception):
+    """The client asked for the end of a sequence while a step with it was in flight."""
+
+
+def _explain(request_id: str, error: Exception) -> ErrorInfo:
+    """What a client may know about an exception: never its text, unless it is about its input."""
+    if isinstance(error, SequenceFault):
+        return error.info
+    if isinstance(error, GrammarError):
+        return ErrorInfo(code="grammar", message=str(error), field="grammar")
+    # torch's OutOfMemoryError is known by name: torch is not imported on this floor.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        message = f"request {request_id}: out of memory; try a shorter prompt"
+        return ErrorInfo(code="out_of_memory", message=message)
+    return ErrorInfo(code="internal", message=f"request {request_id}: internal error")

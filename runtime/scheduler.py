@@ -1,0 +1,325 @@
+"""Who runs in the next step: queues, admission, chunks, preemption. Knows no device and no text.
+
+    waiting --admit--> PREFILL --last prompt token--> DECODE --> removed
+       ^                  |                              |
+       +----- preempt (pages are wanted elsewhere) ------+
+
+One ragged batch per step under a token budget: every decoding sequence first, then chunks of
+prompts fill the rest. A prefix is matched when a sequence is admitted, and siblings that wait
+for a chunk another sequence computes in this step run right behind it: the tree's `frontier`
+says where the uncomputed part begins, whoever comes next claims it, nobody owns it.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from operator import attrgetter
+
+from palmette.radix_cache.pages import PagesExhausted
+from palmette.radix_cache.tree import RadixTree
+
+from .config import SchedulerConfig
+from .plan import Chunk, StepPlan
+from .sequence import SequenceState, SequenceTable, Status
+
+logger = logging.getLogger(__name__)
+
+RESERVED_TOKENS = 16  # room kept for each running sequence before another is admitted
+
+_rank = attrgetter("rank")
+_queue_key = attrgetter("queue_key")
+
+
+class Scheduler:
+    """The queues of one engine, and the one user of its tree.
+
+    `on_fault(sequence, error)` is called when work for one sequence raised; it must end that
+    sequence through `remove`.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        tree: RadixTree,
+        table: SequenceTable,
+        page_size: int,
+        max_scored_rows: int,
+        on_fault: Callable[[SequenceState, Exception], None],
+    ) -> None:
+        self._config = config
+        self._tree = tree
+        self._table = table
+        self._page_size = page_size
+        self._max_scored_rows = max_scored_rows
+        self._on_fault = on_fault
+        self.waiting: list[SequenceState] = []  # by queue_key
+        self.compiling: dict[int, SequenceState] = {}  # by arrival: grammar not ready
+        self.running: list[SequenceState] = []  # by rank: smaller is better
+        self.num_preemptions = 0
+        self.num_admissions = 0
+        self._step = 0
+        self._now = 0.0
+        self._blocked: tuple[int, int] | None = None  # (arrival, available pages) at a refusal
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.compiling)
+
+    def submit(self, sequence: SequenceState) -> None:
+        if sequence.needs_grammar:
+            self.compiling[sequence.arrival] = sequence
+        else:
+            self._enqueue(sequence)
+
+    def grammar_ready(self, sequence: SequenceState) -> None:
+        """The grammar of a compiling sequence is there: it may be chosen tokens for."""
+        sequence.needs_grammar = False
+        if self.compiling.pop(sequence.arrival, None) is not None:
+            self._enqueue(sequence)
+
+    def remove(self, sequence: SequenceState, *, keep: bool = True) -> None:
+        """Forget a sequence at whatever stage it is; its pages go back.
+
+        `keep` False: what it computed is not to be found again.
+        """
+        if sequence.status is Status.WAITING:
+            self._dequeue(sequence)
+        elif sequence.status is not Status.FINISHED:
+            self._give_back(sequence, keep=keep)
+        sequence.status = Status.FINISHED
+
+    def preempt(self, sequence: SequenceState) -> None:
+        """Take a running sequence's pages; it computes its tokens again when readmitted."""
+        self._give_back(sequence, keep=True)
+        sequence.status = Status.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.submit(sequence)
+
+    def plan(self, *, now: float) -> StepPlan:
+        """Choose the rows of the next step, claim their tokens, hold pages for all of them."""
+        self._step += 1
+        self._now = now
+        plan = StepPlan()
+        self._plan_decodes(plan)
+        self._plan_chunks(plan, self._config.token_budget - len(plan.decodes))
+        return plan
+
+    def claim(self, plan: StepPlan) -> StepPlan:
+        """Claim again what `abandon` dropped; what that makes of the plan."""
+        claimed = StepPlan()
+        for sequence in plan.decodes:
+            if sequence.status is Status.DECODE and sequence.lease is not None:
+                self._tree.claim(sequence.lease, 1)
+                claimed.decodes.append(sequence)
+        for chunk in plan.chunks:
+            if chunk.sequence.status is Status.PREFILL:
+                self._claim_chunk(claimed, chunk.sequence, chunk.num_tokens)
+        return claimed
+
+    def abandon(self, plan: StepPlan) -> None:
+        """The step was not computed: drop its claims, last first."""
+        for sequence in reversed(plan.sequences()):
+            if sequence.lease is not None:
+                self._tree.unclaim(sequence.lease)
+
+    def publish_decode(self, sequence: SequenceState) -> None:
+        """A step has computed the newest token of a decoding sequence."""
+        assert sequence.lease is not None
+        num_tokens = sequence.num_tokens
+        self._tree.publish(sequence.lease, num_tokens)
+        sequence.advance(num_tokens - 1, num_tokens)
+
+    def publish_chunk(self, chunk: Chunk) -> None:
+        """A step has computed this chunk."""
+        sequence = chunk.sequence
+        assert sequence.lease is not None
+        if chunk.num_claimed:
+            self._tree.publish(sequence.lease, chunk.end)
+        sequence.advance(chunk.start, chunk.end)
+        if chunk.is_sampling:
+            sequence.status = Status.DECODE
+            sequence.last_step = self._step
+
+    def _enqueue(self, sequence: SequenceState) -> None:
+        insort(self.waiting, sequence, key=_queue_key)
+
+    def _dequeue(self, sequence: SequenceState) -> None:
+        if self.compiling.pop(sequence.arrival, None) is not None:
+            return
+        place = bisect_left(self.waiting, sequence.queue_key, key=_queue_key)
+        assert self.waiting[place] is sequence
+        del self.waiting[place]
+
+    def _give_back(self, sequence: SequenceState, *, keep: bool) -> None:
+        """Row, lease and place among the running."""
+        place = bisect_left(self.running, sequence.rank, key=_rank)
+        assert self.running[place] is sequence
+        del self.running[place]
+        self._table.remove(sequence)
+        lease, sequence.lease = sequence.lease, None
+        assert lease is not None
+        self._tree.release(lease, keep=keep)
+
+    def _plan_decodes(self, plan: StepPlan) -> None:
+        decodes = [sequence for sequence in self.running if sequence.status is Status.DECODE]
+        budget = self._config.token_budget
+        if len(decodes) > budget:  # take turns
+            turn = {s.arrival for s in sorted(decodes, key=attrgetter("last_step"))[:budget]}
+            decodes = [sequence for sequence in decodes if sequence.arrival in turn]
+        # Best rank first: whoever is preempted for pages is not in the plan yet.
+        for sequence in decodes:
+            if sequence.status is not Status.DECODE:
+                continue
+            try:
+                if sequence.num_leased != sequence.num_tokens and not self._extend(sequence):
+                    continue
+                assert sequence.lease is not None
+                self._tree.claim(sequence.lease, 1)
+            except Exception as error:  # fault boundary: one sequence
+                self._on_fault(sequence, error)
+                continue
+            sequence.last_step = self._step
+            plan.decodes.append(sequence)
+
+    def _extend(self, sequence: SequenceState) -> bool:
+        """Pages for the newest token, preempting from the worst rank up; False: itself."""
+        assert sequence.lease is not None
+        while True:
+            try:
+                self._tree.extend(sequence.lease, sequence.generated[-1:])
+            except PagesExhausted:
+                victim = self.running[-1]
+                self.preempt(victim)
+                if victim is sequence:
+                    return False
+            else:
+                sequence.num_leased = sequence.num_tokens
+                self._table.update_pages(sequence)
+                return True
+
+    def _plan_chunks(self, plan: StepPlan, budget: int) -> None:
+        prefills = [sequence for sequence in self.running if sequence.status is Status.PREFILL]
+        prefills.reverse()  # the best is last
+        num_scored, may_admit = 0, True
+        while budget > 0:
+            best = prefills[-1] if prefills else None
+            head = self._next_waiting() if may_admit else None
+            if head is not None and (best is None or head.rank[0] < best.rank[0]):
+                if not self._admit(head):
+                    may_admit = not head.needs_grammar and self._preempt_idle(plan)
+                    continue
+                if head.status is not Status.PREFILL:  # its admission failed
+                    continue
+                best = head
+            elif best is None:
+                break
+            else:
+                prefills.pop()
+            chunk = self._plan_chunk(plan, best, budget, num_scored)
+            if chunk is not None:
+                budget -= chunk.num_tokens
+                num_scored += chunk.num_scored
+
+    def _plan_chunk(
+        self, plan: StepPlan, sequence: SequenceState, budget: int, num_scored: int
+    ) -> Chunk | None:
+        try:
+            return self._claim_chunk(plan, sequence, budget, num_scored)
+        except Exception as error:  # fault boundary: one sequence
+            self._on_fault(sequence, error)
+            return None
+
+    def _claim_chunk(
+        self, plan: StepPlan, sequence: SequenceState, most: int, num_scored: int = 0
+    ) -> Chunk | None:
+        """Claim up to `most` tokens of a sequence, from where its uncomputed part begins."""
+        assert sequence.lease is not None
+        frontier = self._tree.frontier(sequence.lease)
+        # The last token is always run: its logits are what the sequence is here for. So are the
+        # rows before a token to be scored, even where another sequence has computed them.
+        start = min(frontier, sequence.num_tokens - 1)
+        end = sequence.num_tokens - 1 if sequence.needs_grammar else sequence.num_tokens
+        if sequence.next_scored < sequence.num_prompt:
+            first_row = sequence.next_scored - 1
+            start = min(start, first_row)
+            end = min(end, first_row + self._max_scored_rows - num_scored)
+        end = min(end, start + most)
+        if end <= start:
+            return None
+        chunk = Chunk(sequence, start, end, frontier)
+        if chunk.num_claimed:
+            self._tree.claim(sequence.lease, chunk.num_claimed)
+        plan.chunks.append(chunk)
+        return chunk
+
+    def _next_waiting(self) -> SequenceState | None:
+        """The first of the queue, else one whose prompt can be read while its grammar compiles."""
+        if self.waiting:
+            return self.waiting[0]
+        return next((s for s in self.compiling.values() if not s.has_started), None)
+
+    def _preempt_idle(self, plan: StepPlan) -> bool:
+        """Make room by taking the pages of one that only waits for its grammar."""
+        busy = {chunk.sequence.arrival for chunk in plan.chunks}
+        for sequence in reversed(self.running):
+            if sequence.needs_grammar and sequence.arrival not in busy:
+                self._blocked = None
+                self.preempt(sequence)
+                return True
+        return False
+
+    def _admit(self, sequence: SequenceState) -> bool:
+        """Give the first of the waiting a row and a lease; False when there is no room.
+
+        An admission that raises ends the request and returns True: the queue has moved on.
+        """
+        if self._table.num_free == 0:
+            return False
+        available = self._available_pages()
+        if self.running and self._blocked is not None:
+            arrival, seen = self._blocked
+            if arrival == sequence.arrival and available <= seen:
+                return False  # nothing was freed since
+        try:
+            if not self._has_room(sequence, available):
+                self._blocked = (sequence.arrival, available)
+                return False
+            return self._take_lease(sequence)
+        except PagesExhausted:
+            self._blocked = (sequence.arrival, available)
+            return False
+        except Exception as error:  # fault boundary: one sequence
+            self._on_fault(sequence, error)
+            return True
+
+    def _take_lease(self, sequence: SequenceState) -> bool:
+        is_scoring = sequence.next_scored < sequence.num_prompt
+        lease = self._tree.acquire(
+            sequence.all_ids(),
+            sequence.request.namespace,
+            max_match=sequence.next_scored - 1 if is_scoring else None,
+        )
+        self._dequeue(sequence)
+        self._blocked = None
+        self.num_admissions += 1
+        sequence.start(lease, now=self._now)
+        self._table.place(sequence)
+        insort(self.running, sequence, key=_rank)
+        return True
+
+    def _available_pages(self) -> int:
+        return self._tree.num_free_pages + self._tree.num_evictable_pages
+
+    def _has_room(self, sequence: SequenceState, available: int) -> bool:
+        """Whether the pages suffice with some left for those that run: no thrashing."""
+        if not self.running:
+            return True
+        reserved = len(self.running) * -(-RESERVED_TOKENS // self._page_size)
+        ids = sequence.all_ids()
+        matched = self._tree.match(ids, sequence.request.namespace)
+        needed = -(-(len(ids) - matched) // self._page_size)
+        return needed + reserved <= available

@@ -1,0 +1,373 @@
+"""What the engine keeps of a running request: one `SequenceState` each, one row of arrays each.
+
+A sequence's tokens, and what is known of them:
+
+    0 ............ num_ready ............ num_tokens
+    [ KV is in the pool    | to be computed  )          num_tokens = num_prompt + num_generated
+    0 ... num_covered: the furthest num_ready ever was; to compute below it is recomputing
+
+`SequenceTable` holds, row by row, what a step needs as arrays, so that building a batch is a
+few numpy calls. A row belongs to one sequence from admission to its end or preemption.
+
+Legend: R rows (most running sequences).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+
+import numpy as np
+
+from palmette.constrained.backend import GrammarState
+from palmette.kernels.batch import Int32Array
+from palmette.kernels.sampling import Float32Array, RowSampling
+from palmette.radix_cache.tree import Lease
+
+from .delivery import Delivery
+from .request import Request, SamplingParams, Timing, TokenLogprob, Usage
+
+NO_IDS: Int32Array = np.empty(0, np.int32)
+NO_VALUES: Float32Array = np.empty(0, np.float32)
+
+
+class Status(StrEnum):
+    WAITING = "waiting"  # holds nothing
+    PREFILL = "prefill"  # holds a lease and a row; tokens of its start are to be computed
+    DECODE = "decode"  # one token is to be computed each step
+    FINISHED = "finished"
+
+
+class SequenceState:
+    """One request while it lives; changed by the scheduler and the engine only."""
+
+    __slots__ = (
+        "admitted_s",
+        "arrival",
+        "computed_tokens",
+        "deadline_at",
+        "delivery",
+        "first_token_s",
+        "generated",
+        "grammar",
+        "has_started",
+        "ids",
+        "last_step",
+        "lease",
+        "max_generated",
+        "miss_reason",
+        "needs_grammar",
+        "next_scored",
+        "num_covered",
+        "num_leased",
+        "num_preemptions",
+        "num_ready",
+        "penalties",
+        "prompt_logprobs",
+        "rank",
+        "recomputed_tokens",
+        "request",
+        "row",
+        "seed",
+        "shared_end",
+        "shared_start",
+        "shared_tokens",
+        "status",
+        "stop_ids",
+        "submitted_at",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        arrival: int,
+        seed: int,
+        submitted_at: float,
+        stop_ids: frozenset[int],
+        max_generated: int,
+        delivery: Delivery,
+    ) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.rank = (-request.priority, arrival)  # smaller runs first and is preempted last
+        self.seed = seed
+        self.submitted_at = submitted_at
+        deadline_s = request.deadline_s
+        self.deadline_at = None if deadline_s is None else submitted_at + deadline_s
+        self.stop_ids = stop_ids
+        self.max_generated = max_generated
+        self.delivery = delivery
+        self.status = Status.WAITING
+        self.lease: Lease | None = None
+        self.num_leased = 0  # tokens the lease has pages for
+        self.last_step = 0  # when it last decoded
+        self.row = -1
+        self.ids = NO_IDS  # [>= num_tokens] from the first admission on
+        self.generated: list[int] = []
+        self.num_ready = 0
+        self.num_covered = 0
+        self.computed_tokens = 0
+        self.recomputed_tokens = 0
+        self.shared_start = self.shared_end = 0  # interval matched while others computed it
+        self.shared_tokens = 0
+        self.num_preemptions = 0
+        self.miss_reason: str | None = None
+        self.has_started = False
+        self.admitted_s: float | None = None
+        self.first_token_s: float | None = None
+        self.grammar: GrammarState | None = None
+        self.needs_grammar = request.grammar is not None  # until `grammar` is there
+        start = request.logprobs.prompt_start
+        # The next prompt position to be scored; num_prompt: none (left).
+        self.next_scored = self.num_prompt if start is None else min(max(start, 1), self.num_prompt)
+        self.prompt_logprobs: list[TokenLogprob] = []
+        if start == 0:
+            self.prompt_logprobs.append(TokenLogprob(token_id=request.prompt_ids[0], logprob=None))
+        self.penalties = Penalties(request) if needs_penalties(request.sampling) else None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_ids) + len(self.generated)
+
+    @property
+    def queue_key(self) -> tuple[int, bool, int]:
+        """Place among the waiting: preempted ones go to the front of their priority."""
+        return (-self.request.priority, not self.has_started, self.arrival)
+
+    def all_ids(self) -> Sequence[int]:
+        """Prompt and generated ids."""
+        if not self.generated:
+            return self.request.prompt_ids
+        return (*self.request.prompt_ids, *self.generated)
+
+    def start(self, lease: Lease, *, now: float) -> None:
+        """Book an admission: the first decides what counts as cached and shared."""
+        self.lease = lease
+        self.num_leased = self.num_tokens
+        self.status = Status.PREFILL
+        self.num_ready = 0
+        if self.has_started:
+            return
+        self.has_started = True
+        self.admitted_s = now - self.submitted_at
+        self.miss_reason = lease.miss_reason
+        self.shared_start, self.shared_end = lease.num_matched_ready, lease.num_matched
+        self.shared_tokens = self.shared_end - self.shared_start
+        self.ids = np.empty(self.num_prompt + 16, np.int32)
+        self.ids[: self.num_prompt] = self.request.prompt_ids
+
+    def append(self, token_id: int) -> None:
+        """Add a generated id; its KV is not there yet. Amortised O(1)."""
+        place = self.num_tokens
+        if place == len(self.ids):
+            grown = np.empty(2 * place, np.int32)
+            grown[:place] = self.ids
+            self.ids = grown
+        self.ids[place] = token_id
+        self.generated.append(token_id)
+
+    def advance(self, start: int, end: int) -> None:
+        """Book that this sequence computed the tokens start..end of its own."""
+        fresh = max(start, self.num_covered)
+        self.recomputed_tokens += min(end, fresh) - start
+        computed = min(end, self.num_prompt) - fresh
+        if computed > 0:
+            self.computed_tokens += computed
+            overlap = min(end, self.shared_end) - max(fresh, self.shared_start)
+            self.shared_tokens -= max(overlap, 0)  # whoever was to compute them did not
+        if end > self.num_covered:
+            self.num_covered = end
+        self.num_ready = end
+
+    def usage(self) -> Usage:
+        """The account so far.
+
+        A request that ends before its whole prompt was read is charged for what was read, so
+        prompt_tokens == cached_tokens + computed_tokens always holds.
+        """
+        prompt_tokens = min(self.num_covered, self.num_prompt)
+        cached_tokens = prompt_tokens - self.computed_tokens
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            computed_tokens=self.computed_tokens,
+            shared_tokens=min(self.shared_tokens, cached_tokens),
+            recomputed_tokens=self.recomputed_tokens,
+            completion_tokens=self.delivery.num_delivered,
+            num_preemptions=self.num_preemptions,
+            miss_reason=self.miss_reason,
+        )
+
+    def timing(self, *, finished_s: float | None = None) -> Timing:
+        return Timing(
+            admitted_s=self.admitted_s, first_token_s=self.first_token_s, finished_s=finished_s
+        )
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """The prompt's logprobs, the first time; then nothing."""
+        taken = tuple(self.prompt_logprobs)
+        self.prompt_logprobs.clear()
+        return taken
+
+    def row_sampling(self) -> RowSampling | None:
+        """The parameters of the next token that are not plain numbers; None in the usual case."""
+        is_banned = len(self.generated) < self.request.sampling.min_new_tokens
+        if self.penalties is not None:
+            return self.penalties.row(self.stop_ids if is_banned else ())
+        if is_banned and self.stop_ids:
+            return RowSampling(
+                bias_ids=NO_IDS,
+                bias_values=NO_VALUES,
+                output_ids=NO_IDS,
+                output_counts=NO_IDS,
+                prompt_ids=NO_IDS,
+                banned_ids=_id_array(self.stop_ids),
+            )
+        return None
+
+
+def needs_penalties(sampling: SamplingParams) -> bool:
+    """Whether rows of this request carry a bias or counts of ids."""
+    return bool(
+        sampling.logit_bias
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1.0
+    )
+
+
+class Penalties:
+    """Biases and counts of one sequence's ids, kept up token by token: O(1) each."""
+
+    def __init__(self, request: Request) -> None:
+        bias: dict[int, float] = {}
+        for token_id, value in request.sampling.logit_bias:
+            bias[token_id] = bias.get(token_id, 0.0) + value
+        self._bias_ids = np.array(list(bias), np.int32)
+        self._bias_values = np.array(list(bias.values()), np.float32)
+        needs_prompt = request.sampling.repetition_penalty != 1.0
+        self._prompt_ids = (
+            np.unique(np.array(request.prompt_ids, np.int32)) if needs_prompt else NO_IDS
+        )
+        self._places: dict[int, int] = {}
+        self._ids = np.empty(16, np.int32)
+        self._counts = np.empty(16, np.int32)
+
+    def count(self, token_id: int) -> None:
+        place = self._places.get(token_id)
+        if place is not None:
+            self._counts[place] += 1
+            return
+        place = self._places[token_id] = len(self._places)
+        if place == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
+            self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
+        self._ids[place] = token_id
+        self._counts[place] = 1
+
+    def row(self, banned_ids: frozenset[int] | tuple[()]) -> RowSampling:
+        """Views that hold until the next `count`."""
+        num_ids = len(self._places)
+        return RowSampling(
+            bias_ids=self._bias_ids,
+            bias_values=self._bias_values,
+            output_ids=self._ids[:num_ids],
+            output_counts=self._counts[:num_ids],
+            prompt_ids=self._prompt_ids,
+            banned_ids=_id_array(banned_ids) if banned_ids else NO_IDS,
+        )
+
+
+def _id_array(ids: frozenset[int] | tuple[()]) -> Int32Array:
+    return np.array(sorted(ids), np.int32)
+
+
+class SequenceTable:
+    """Row r of every array belongs to `sequences[r]`; only new pages are written in a step."""
+
+    def __init__(self, *, num_rows: int, max_pages: int) -> None:
+        self.page_table = np.zeros((num_rows, max_pages), np.int32)
+        self.num_pages = np.zeros(num_rows, np.int32)
+        self.num_tokens = np.zeros(num_rows, np.int32)  # those to be computed included
+        self.last_ids = np.zeros(num_rows, np.int32)  # the newest id of a decoding sequence
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.top_k = np.zeros(num_rows, np.int32)
+        self.top_p = np.zeros(num_rows, np.float32)
+        self.min_p = np.zeros(num_rows, np.float32)
+        self.presence_penalty = np.zeros(num_rows, np.float32)
+        self.frequency_penalty = np.zeros(num_rows, np.float32)
+        self.repetition_penalty = np.zeros(num_rows, np.float32)
+        self.seeds = np.zeros(num_rows, np.uint64)
+        self.choices = np.zeros(num_rows, np.int32)
+        self.num_top = np.zeros(num_rows, np.int32)  # of generated tokens
+        self.sequences: list[SequenceState | None] = [None] * num_rows
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free_rows)
+
+    def place(self, sequence: SequenceState) -> None:
+        """Give an admitted sequence a row."""
+        row = self._free_rows.pop()
+        self.sequences[row] = sequence
+        sequence.row = row
+        request, sampling = sequence.request, sequence.request.sampling
+        self.num_pages[row] = 0
+        self.num_tokens[row] = sequence.num_tokens
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = min(sampling.top_k, 2**31 - 1)
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.presence_penalty[row] = sampling.presence_penalty
+        self.frequency_penalty[row] = sampling.frequency_penalty
+        self.repetition_penalty[row] = sampling.repetition_penalty
+        self.seeds[row] = sequence.seed
+        self.choices[row] = request.choice_index
+        self.num_top[row] = request.logprobs.num_top if request.logprobs.output else -1
+        self.update_pages(sequence)
+
+    def update_pages(self, sequence: SequenceState) -> None:
+        """Copy the pages its lease gained since the last call."""
+        assert sequence.lease is not None
+        page_ids = sequence.lease.page_ids
+        known = int(self.num_pages[sequence.row])
+        if known != len(page_ids):
+            self.page_table[sequence.row, known : len(page_ids)] = page_ids[known:]
+            self.num_pages[sequence.row] = len(page_ids)
+
+    def append(self, sequence: SequenceState, token_id: int) -> None:
+        """Note a generated id."""
+        self.last_ids[sequence.row] = token_id
+        self.num_tokens[sequence.row] += 1
+
+    def remove(self, sequence: SequenceState) -> None:
+        self.sequences[sequence.row] = None
+        self._free_rows.append(sequence.row)
+        sequence.row = -1
+
+    def running(self) -> Iterator[SequenceState]:
+        return (sequence for sequence in self.sequences if sequence is not None)
+
+    def check(self) -> None:
+        """Raises AssertionError where a row and its sequence disagree. O(rows * pages)."""
+        taken = [row for row, sequence in enumerate(self.sequences) if sequence is not None]
+        assert sorted(self._free_rows + taken) == list(range(len(self.sequences)))
+        for sequence in self.running():
+            row, lease = sequence.row, sequence.lease
+            assert self.sequences[row] is sequence
+            assert lease is not None
+            num_pages = int(self.num_pages[row])
+            assert self.page_table[row, :num_pages].tolist() == lease.page_ids[:num_pages]
+            assert int(self.num_tokens[row]) == sequence.num_tokens
+            assert sequence.num_ready < sequence.num_tokens
+            assert sequence.ids[: sequence.num_tokens].tolist() == list(sequence.all_ids())
