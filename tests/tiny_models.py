@@ -109,7 +109,7 @@ class TinyModels:
         return path
 
     def gguf(self, name: str, kind: str = "f32") -> Path:
-        """The model as GGUF, matrices quantised to `kind` (K-quants: random blocks, "wide" only)."""
+        """The model as GGUF, matrices as `kind` (K-quants: "wide" only, random)."""
         path = self._root / f"{name}-{kind}.gguf"
         if not path.exists():
             write_gguf(path, self.reference(name), kind)
