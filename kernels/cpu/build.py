@@ -1,0 +1,182 @@
+"""Compiles `kernels/csrc` once per machine and loads it.
+
+The library is kept in the user's cache directory under a name made of everything that decides
+its content: the sources, the compiler's version and target, the instruction set and the flags. So
+a changed source or compiler compiles anew and nothing stale is ever loaded. Two processes that
+start together compile once: the second waits for the first one's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+logger = logging.getLogger(__name__)
+
+SOURCE_DIR = Path(__file__).resolve().parent.parent / "csrc"
+COMPILERS = ("g++", "c++", "clang++")
+BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
+LINK_FLAGS = ("-lpthread",)
+COMPILE_TIMEOUT_S = 600.0
+
+# Instruction sets, best first: the macros the compiler must define for this CPU, and the flags.
+INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "avx512": (
+        ("__AVX512F__", "__AVX512BW__", "__AVX512VL__", "__AVX512DQ__", "__AVX512VNNI__"),
+        (
+            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
+            *("-mavx2", "-mfma", "-mf16c", "-DPM_ISA_AVX512"),
+        ),
+    ),
+    "avx2": (
+        ("__AVX2__", "__FMA__", "__F16C__"),
+        ("-mavx2", "-mfma", "-mf16c", "-DPM_ISA_AVX2"),
+    ),
+    "portable": ((), ()),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What was built, for `palmette doctor` and logs."""
+
+    path: Path
+    compiler: str
+    compiler_version: str
+    instruction_set: str
+
+    def __str__(self) -> str:
+        return f"{self.instruction_set} by {self.compiler_version} at {self.path}"
+
+
+def describe() -> str:
+    """What `load()` gives here, compiling if need be. Raises RuntimeError: no compiler."""
+    return str(build())
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Names of the instruction sets this machine runs, best first.
+
+    Raises:
+        RuntimeError: there is no working C++ compiler.
+    """
+    macros = _compiler()[2]
+    return tuple(
+        name for name, (needed, _) in INSTRUCTION_SETS.items() if macros.issuperset(needed)
+    )
+
+
+@functools.cache
+def build(instruction_set: str = "auto", cache_dir: Path | None = None) -> Build:
+    """The library of this machine, compiled if it is not in the cache yet (some 10 s).
+
+    Raises:
+        RuntimeError: no compiler, or it failed; says what to install.
+        ValueError: `instruction_set` does not run here.
+    """
+    available = instruction_sets()
+    name = available[0] if instruction_set == "auto" else instruction_set
+    if name not in available:
+        raise ValueError(f"instruction_set: {name!r} does not run here; use one of {available}")
+    compiler, version, _ = _compiler()
+    sources = sorted(SOURCE_DIR.glob("*.cpp"))
+    flags = (*BASE_FLAGS, *INSTRUCTION_SETS[name][1])
+    digest = hashlib.sha256(repr((version, sys.platform, flags, LINK_FLAGS)).encode())
+    for source in (*sources, *sorted(SOURCE_DIR.glob("*.h"))):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    folder = cache_dir or Path(platformdirs.user_cache_dir("palmette")) / "native"
+    target = folder / f"cpu-{name}-{digest.hexdigest()[:20]}.so"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{target.name}.lock"):
+            if not target.exists():  # another process may have made it meanwhile
+                _compile(compiler, flags, sources, target)
+    return Build(path=target, compiler=compiler, compiler_version=version, instruction_set=name)
+
+
+@functools.cache
+def load(instruction_set: str = "auto") -> ctypes.CDLL:
+    """The compiled library, once per process. Raises as `build`."""
+    made = build(instruction_set)
+    try:
+        return ctypes.CDLL(str(made.path))
+    except OSError as error:
+        raise RuntimeError(f"native kernels: cannot load {made.path}: {error}") from error
+
+
+@functools.cache
+def _compiler() -> tuple[str, str, frozenset[str]]:
+    """Path, first line of --version, and the macros defined for this CPU."""
+    path = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if path is None:
+        raise RuntimeError(
+            "native kernels: no C++ compiler found; install one (Debian, Ubuntu: apt install g++; "
+            "Fedora: dnf install gcc-c++; macOS: xcode-select --install) or use the torch runner"
+        )
+    version = _run([path, "--version"]).splitlines()[0]
+    try:
+        text = _run([path, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
+    except RuntimeError:  # a compiler that does not know this CPU still builds portable code
+        text = ""
+    macros = frozenset(line.split()[1] for line in text.splitlines() if line.startswith("#define"))
+    return path, version, macros
+
+
+def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
+    started = time.monotonic()
+    handle, name = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+    os.close(handle)
+    made = Path(name)
+    try:
+        _run([compiler, *flags, *map(str, sources), "-o", name, *LINK_FLAGS])
+        made.chmod(0o755)
+        made.replace(target)
+    finally:
+        made.unlink(missing_ok=True)
+    logger.info("native kernels: compiled %s in %.1f s", target, time.monotonic() - started)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        result = subprocess.run(  # noqa: S603 - a compiler found on PATH, no shell
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMPILE_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"native kernels: {command[0]} failed: {error}") from error
+    if result.returncode != 0:
+        tail = "\n".join(result.stderr.splitlines()[-20:])
+        raise RuntimeError(
+            f"native kernels: {command[0]} ended with status {result.returncode}; "
+            f"is a complete C++ toolchain installed?\n{tail}"
+        )
+    return result.stdout
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on `path`; freed by the system if the process dies."""
+    with path.open("w") as file:
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

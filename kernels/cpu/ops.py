@@ -1,0 +1,393 @@
+"""Typed bindings of the native CPU library: checked numpy arrays in, numpy arrays out.
+
+Every failure code of the library becomes an exception here; nothing else calls it.
+
+Legend: M rows, N outputs, K inputs, T tokens, H query heads, G kv heads, D head dim, I
+intermediate size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palmette.kernels.batch import ForwardBatch
+
+from .build import load
+
+Float32Array = NDArray[np.float32]
+Int32Array = NDArray[np.int32]
+
+_INT64 = ctypes.c_int64
+_POINTER = ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "pm_pool_create": (_INT64, _POINTER),
+    "pm_matrix_create": (_INT64, _INT64, _INT64, _POINTER),
+    "pm_matrix_fill": (_POINTER, _POINTER, _INT64, _INT64, _POINTER),
+    "pm_linear": (_POINTER, _POINTER, _POINTER, _INT64, _POINTER),
+    "pm_embed": (_POINTER, _POINTER, _POINTER, _INT64, _POINTER),
+    "pm_rms_norm": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, ctypes.c_float, _POINTER),
+    "pm_silu_mul": (_POINTER, _POINTER, _INT64, _INT64, _POINTER),
+    "pm_exp": (_POINTER, _POINTER, _INT64, _POINTER),
+    "pm_rope": (_POINTER, _POINTER, _POINTER, *(_INT64,) * 3, _POINTER, _POINTER),
+    "pm_attention": (*(_POINTER,) * 5, *(_INT64,) * 5, _POINTER),
+    "pm_model_create": (_POINTER, _POINTER, _POINTER),
+    "pm_model_set_matrix": (_POINTER, _INT64, _INT64, _POINTER),
+    "pm_model_set_vector": (_POINTER, _INT64, _INT64, _POINTER),
+    "pm_model_forward": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _POINTER),
+}
+
+
+class MatrixKind(IntEnum):
+    F32 = 0
+
+
+class Vector(IntEnum):
+    """The vectors of a model; shapes in csrc/palmette_cpu.h."""
+
+    INPUT_NORM = 0
+    POST_NORM = 1
+    QKV_BIAS = 2
+    Q_NORM = 3
+    K_NORM = 4
+    FINAL_NORM = 5
+    ROPE_COS = 6
+    ROPE_SIN = 7
+
+
+class MatrixRole(IntEnum):
+    """The matrices of a model; shapes in csrc/palmette_cpu.h."""
+
+    QKV = 0
+    O = 1  # noqa: E741 - the name of the matrix in every paper
+    GATE_UP = 2
+    DOWN = 3
+    EMBEDDING = 4
+    LM_HEAD = 5
+
+
+class ModelShape(ctypes.Structure):
+    """PmModelShape."""
+
+    _fields_ = (
+        ("vocab_size", _INT64),
+        ("hidden_size", _INT64),
+        ("intermediate_size", _INT64),
+        ("num_layers", _INT64),
+        ("num_heads", _INT64),
+        ("num_kv_heads", _INT64),
+        ("head_dim", _INT64),
+        ("max_positions", _INT64),
+        ("sliding_window", _INT64),
+        ("rms_eps", ctypes.c_float),
+    )
+
+
+class _Batch(ctypes.Structure):
+    """PmBatch."""
+
+    _fields_ = (
+        ("num_tokens", _INT64),
+        ("num_sequences", _INT64),
+        ("num_sampled", _INT64),
+        ("token_ids", _POINTER),
+        ("positions", _POINTER),
+        ("kv_slots", _POINTER),
+        ("qo_indptr", _POINTER),
+        ("kv_indptr", _POINTER),
+        ("kv_page_ids", _POINTER),
+        ("kv_last_page_len", _POINTER),
+        ("sample_rows", _POINTER),
+    )
+
+
+class Library:
+    """The loaded library of one instruction set. Raises RuntimeError where it cannot be built."""
+
+    def __init__(self, instruction_set: str = "auto") -> None:
+        self.functions = load(instruction_set)
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self.functions, name)
+            function.argtypes = arguments
+            function.restype = ctypes.c_int
+        for name in ("pm_pool_destroy", "pm_matrix_destroy", "pm_model_destroy"):
+            getattr(self.functions, name).argtypes = (_POINTER,)
+            getattr(self.functions, name).restype = None
+        self.functions.pm_matrix_bytes.argtypes = (_POINTER,)
+        self.functions.pm_matrix_bytes.restype = _INT64
+        self.functions.pm_describe.restype = ctypes.c_char_p
+
+    @property
+    def instruction_set(self) -> str:
+        return bytes(self.functions.pm_describe()).decode()
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Raises the exception of the function's status."""
+        status = getattr(self.functions, name)(*arguments)
+        if status == 0:
+            return
+        if status == 1:
+            raise ValueError(f"{name}: an argument is out of range")
+        if status == 2:
+            raise MemoryError(f"{name}: out of memory")
+        if status == 3:
+            raise RuntimeError(f"{name}: a thread could not be started; lower `threads`")
+        raise RuntimeError(f"{name}: made in another process; load the model after forking")
+
+
+class Pool:
+    """A team of threads, the caller among them. Workers sleep between calls."""
+
+    def __init__(self, num_threads: int | None = None, *, instruction_set: str = "auto") -> None:
+        self.library = Library(instruction_set)
+        self.num_threads = num_threads if num_threads is not None else usable_cores()
+        self.handle = _POINTER()
+        self.library.call("pm_pool_create", self.num_threads, ctypes.byref(self.handle))
+
+    def close(self) -> None:
+        """Ends the threads. Nothing that was made with the pool may be used afterwards."""
+        if self.handle:
+            self.library.functions.pm_pool_destroy(self.handle)
+            self.handle = _POINTER()
+
+    def linear(self, matrix: Matrix, x: Float32Array) -> Float32Array:
+        """x [M, K] -> [M, N]."""
+        _check(x, np.float32, (None, matrix.shape[1]))
+        out = np.empty((len(x), matrix.shape[0]), dtype=np.float32)
+        self.library.call(
+            "pm_linear", self.handle, matrix.handle, _address(x), len(x), _address(out)
+        )
+        return out
+
+    def embed(self, matrix: Matrix, ids: Int32Array) -> Float32Array:
+        """Rows of the matrix: [M, K]."""
+        _check(ids, np.int32, (None,))
+        out = np.empty((len(ids), matrix.shape[1]), dtype=np.float32)
+        self.library.call(
+            "pm_embed", self.handle, matrix.handle, _address(ids), len(ids), _address(out)
+        )
+        return out
+
+    def rms_norm(self, x: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
+        """x [M, K], weight [K] -> [M, K]."""
+        _check(x, np.float32, (None, len(weight)))
+        _check(weight, np.float32, (None,))
+        out = np.empty_like(x)
+        self.library.call(
+            "pm_rms_norm",
+            *(self.handle, _address(x), _address(weight), *x.shape, eps, _address(out)),
+        )
+        return out
+
+    def silu_mul(self, gate_up: Float32Array) -> Float32Array:
+        """gate_up [M, 2I] -> silu(gate) * up [M, I]."""
+        _check(gate_up, np.float32, (None, None))
+        rows, half = len(gate_up), gate_up.shape[1] // 2
+        out = np.empty((rows, half), dtype=np.float32)
+        self.library.call("pm_silu_mul", self.handle, _address(gate_up), rows, half, _address(out))
+        return out
+
+    def exp(self, x: Float32Array) -> Float32Array:
+        """x [n] -> e^x [n]."""
+        _check(x, np.float32, (None,))
+        out = np.empty_like(x)
+        self.library.call("pm_exp", self.handle, _address(x), len(x), _address(out))
+        return out
+
+    def rope(
+        self, x: Float32Array, positions: Int32Array, cos: Float32Array, sin: Float32Array
+    ) -> Float32Array:
+        """x [T, heads, D], positions [T], cos and sin [max_positions, D / 2] -> [T, heads, D]."""
+        _check(x, np.float32, (None, None, None))
+        _check(positions, np.int32, (len(x),))
+        out = x.copy()
+        for table in (cos, sin):
+            _check(table, np.float32, (len(cos), x.shape[2] // 2))
+        if len(positions) and not 0 <= positions.min() <= positions.max() < len(cos):
+            raise ValueError(f"positions: outside the table of {len(cos)} positions")
+        self.library.call(
+            "pm_rope",
+            *(self.handle, _address(out), _address(positions), *x.shape),
+            *(_address(cos), _address(sin)),
+        )
+        return out
+
+    def attention(
+        self,
+        batch: ForwardBatch,
+        q: Float32Array,
+        k_pages: Float32Array,
+        v_pages: Float32Array,
+        *,
+        window: int = 0,
+    ) -> Float32Array:
+        """q [T, H, D], k_pages and v_pages [num_pages, page_size, G, D] -> [T, H, D]."""
+        num_pages, page_size, groups, dim = k_pages.shape
+        _check(q, np.float32, (batch.num_tokens, None, dim))
+        for pages in (k_pages, v_pages):
+            _check(pages, np.float32, (num_pages, page_size, groups, dim))
+        check_batch(batch, num_pages=num_pages, page_size=page_size)
+        out = np.empty_like(q)
+        arguments = _batch(batch)
+        self.library.call(
+            "pm_attention",
+            *(self.handle, ctypes.addressof(arguments)),
+            *(_address(q), _address(k_pages), _address(v_pages)),
+            *(page_size, q.shape[1], groups, dim, window, _address(out)),
+        )
+        return out
+
+
+class Matrix:
+    """A weight matrix [N, K] in the layout of the kernels. Owns its memory until `close`."""
+
+    def __init__(self, pool: Pool, shape: tuple[int, int], kind: MatrixKind) -> None:
+        self.pool, self.shape, self.kind = pool, shape, kind
+        self.handle = _POINTER()
+        pool.library.call("pm_matrix_create", *shape, kind, ctypes.byref(self.handle))
+
+    @classmethod
+    def from_float32(cls, pool: Pool, data: Float32Array) -> Matrix:
+        matrix = cls(pool, (data.shape[0], data.shape[1]), MatrixKind.F32)
+        matrix.fill(0, data)
+        return matrix
+
+    def fill(self, row: int, data: Float32Array) -> None:
+        """Set rows row .. row + len(data)."""
+        _check(data, np.float32, (None, self.shape[1]))
+        self.pool.library.call(
+            "pm_matrix_fill", self.pool.handle, self.handle, row, len(data), _address(data)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.pool.library.functions.pm_matrix_bytes(self.handle))
+
+    def close(self) -> None:
+        if self.handle:
+            self.pool.library.functions.pm_matrix_destroy(self.handle)
+            self.handle = _POINTER()
+
+
+class Model:
+    """A whole model; keeps the matrices and vectors it is given alive."""
+
+    def __init__(self, pool: Pool, shape: ModelShape) -> None:
+        self._pool, self._shape = pool, shape
+        self._kept: list[Matrix | Float32Array] = []
+        self._handle = _POINTER()
+        pool.library.call(
+            "pm_model_create", pool.handle, ctypes.addressof(shape), ctypes.byref(self._handle)
+        )
+
+    def set_matrix(self, role: MatrixRole, layer: int, matrix: Matrix) -> None:
+        self._pool.library.call("pm_model_set_matrix", self._handle, role, layer, matrix.handle)
+        self._kept.append(matrix)
+
+    def set_vector(self, vector: Vector, layer: int, data: Float32Array) -> None:
+        """`data` is read while the model lives: it must not change."""
+        _check(data, np.float32, data.shape)
+        self._pool.library.call("pm_model_set_vector", self._handle, vector, layer, _address(data))
+        self._kept.append(data)
+
+    def forward(self, batch: ForwardBatch, kv: Float32Array) -> Float32Array:
+        """One step: writes K and V into kv [L, 2, num_pages, page_size, G, D]; logits [S, V].
+
+        The batch is taken as checked by `check_batch`.
+        """
+        num_pages, page_size = kv.shape[2:4]
+        logits = np.empty((len(batch.sample_rows), self._shape.vocab_size), dtype=np.float32)
+        arguments = _batch(batch)
+        self._pool.library.call(
+            "pm_model_forward",
+            *(self._handle, ctypes.addressof(arguments), _address(kv), num_pages, page_size),
+            _address(logits),
+        )
+        return logits
+
+    def close(self) -> None:
+        """Frees the model and its matrices."""
+        if self._handle:
+            self._pool.library.functions.pm_model_destroy(self._handle)
+            self._handle = _POINTER()
+        for kept in self._kept:
+            if isinstance(kept, Matrix):
+                kept.close()
+        self._kept.clear()
+
+
+def usable_cores() -> int:
+    """The cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def check_batch(batch: ForwardBatch, *, num_pages: int, page_size: int) -> None:
+    """Every index of the batch is inside its array; the kernels trust it afterwards.
+
+    Raises:
+        ValueError: names the array.
+    """
+    num_tokens, num_sequences = batch.num_tokens, batch.num_sequences
+    for name, length in (("positions", num_tokens), ("kv_slots", num_tokens)):
+        _check(getattr(batch, name), np.int32, (length,), name)
+    _check(batch.token_ids, np.int32, (None,), "token_ids")
+    for name in ("kv_page_ids", "sample_rows"):
+        _check(getattr(batch, name), np.int32, (None,), name)
+    _check(batch.kv_last_page_len, np.int32, (num_sequences,), "kv_last_page_len")
+    _check_indptr("qo_indptr", batch.qo_indptr, num_sequences, num_tokens)
+    _check_indptr("kv_indptr", batch.kv_indptr, num_sequences, len(batch.kv_page_ids))
+    _check_range("kv_slots", batch.kv_slots, 0, num_pages * page_size)
+    _check_range("kv_page_ids", batch.kv_page_ids, 0, num_pages)
+    _check_range("kv_last_page_len", batch.kv_last_page_len, 1, page_size + 1)
+    _check_range("sample_rows", batch.sample_rows, 0, num_tokens)
+    pages = np.diff(batch.kv_indptr)
+    if num_sequences and pages.min() < 1:
+        raise ValueError("kv_indptr: a sequence has no page")
+    lengths = (pages - 1) * page_size + batch.kv_last_page_len
+    row_lengths = np.repeat(lengths, np.diff(batch.qo_indptr))
+    if num_tokens and not (
+        0 <= batch.positions.min() and bool((batch.positions < row_lengths).all())
+    ):
+        raise ValueError("positions: a row lies outside its sequence's pages")
+
+
+def _check_indptr(name: str, indptr: Int32Array, count: int, total: int) -> None:
+    _check(indptr, np.int32, (count + 1,), name)
+    if indptr[0] != 0 or indptr[-1] != total or (np.diff(indptr) < 0).any():
+        raise ValueError(f"{name}: must rise from 0 to {total}")
+
+
+def _check_range(name: str, values: Int32Array, low: int, high: int) -> None:
+    if len(values) and not (low <= values.min() and values.max() < high):
+        raise ValueError(f"{name}: a value lies outside {low}..{high - 1}")
+
+
+def _check(
+    array: NDArray[Any], dtype: Any, shape: tuple[int | None, ...], name: str = "array"
+) -> None:
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{name}: must be C-contiguous {np.dtype(dtype)}, not {array.dtype}")
+    if array.ndim != len(shape) or any(
+        wanted is not None and wanted != size
+        for wanted, size in zip(shape, array.shape, strict=True)
+    ):
+        raise ValueError(f"{name}: has shape {array.shape}; wanted {shape}")
+
+
+def _batch(batch: ForwardBatch) -> _Batch:
+    """The caller keeps `batch` alive while the result is used."""
+    arrays = (getattr(batch, str(name)) for name, _ in _Batch._fields_[3:])
+    return _Batch(
+        *(batch.num_tokens, batch.num_sequences, len(batch.sample_rows)), *map(_address, arrays)
+    )
+
+
+def _address(array: NDArray[Any]) -> int:
+    return array.ctypes.data

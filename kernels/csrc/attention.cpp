@@ -1,0 +1,302 @@
+// Paged, ragged, causal attention with grouped query heads: softmax(q K^T / sqrt(D)) V.
+//
+// The order of operations of one (query, head), whatever else runs: positions in blocks of BLOCK,
+// aligned to absolute position (not to pages or chunks); per block the scores (one chain over d
+// each), the running maximum, the exponentials, their sum (a fixed tree), then one chain over the
+// block's positions per output element. Only positions the query may see take part; blocks
+// without any are skipped. The online rescaling is that of FlashAttention (Dao et al., 2022).
+//
+// K of a block is transposed once, so that positions lie in lanes, and serves all query rows and
+// heads of the task.
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels.h"
+
+namespace pm {
+namespace {
+
+constexpr int64_t BLOCK = 64;
+constexpr int CHUNK = 4;  // vectors per tile
+#if PM_W == 16
+constexpr int QUERIES = 6;  // queries per tile: 6 x 4 accumulators of 32 registers
+#else
+constexpr int QUERIES = 3;  // 3 x 4 of 16
+#endif
+constexpr int64_t TASK_QUERIES = 48;  // query rows x heads of one task, about
+
+int64_t padded(int64_t d) { return (d + W - 1) / W * W; }
+
+// scores[r][i] = sum over d of q[r][d] * kt[d][i], for CHUNK vectors of positions.
+template <int R>
+void score_tile(const float* q, int64_t d_count, const float* kt, float* scores) {
+  F acc[R][CHUNK];
+  PM_UNROLL for (int r = 0; r < R; ++r)
+    PM_UNROLL for (int c = 0; c < CHUNK; ++c) acc[r][c] = F{};
+  for (int64_t d = 0; d < d_count; ++d) {
+    F k[CHUNK];
+    PM_UNROLL for (int c = 0; c < CHUNK; ++c) k[c] = load(kt + d * BLOCK + c * W);
+    PM_UNROLL for (int r = 0; r < R; ++r) {
+      const F x = splat(q[r * d_count + d]);
+      PM_UNROLL for (int c = 0; c < CHUNK; ++c) acc[r][c] = fma(x, k[c], acc[r][c]);
+    }
+  }
+  PM_UNROLL for (int r = 0; r < R; ++r)
+    PM_UNROLL for (int c = 0; c < CHUNK; ++c) store(scores + r * BLOCK + c * W, acc[r][c]);
+}
+
+// out[r][..] += sum over positions a .. b of weights[r][i] * rows[i][..], for C vectors.
+template <int R, int C>
+void value_tile(const float* weights, const float* const* rows, int64_t offset, int64_t a,
+                int64_t b, float* out, int64_t stride) {
+  F acc[R][C];
+  PM_UNROLL for (int r = 0; r < R; ++r)
+    PM_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = load(out + r * stride + c * W);
+  for (int64_t i = a; i < b; ++i) {
+    F v[C];
+    PM_UNROLL for (int c = 0; c < C; ++c) v[c] = load(rows[i] + offset + c * W);
+    PM_UNROLL for (int r = 0; r < R; ++r) {
+      const F x = splat(weights[r * BLOCK + i]);
+      PM_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = fma(x, v[c], acc[r][c]);
+    }
+  }
+  PM_UNROLL for (int r = 0; r < R; ++r)
+    PM_UNROLL for (int c = 0; c < C; ++c) store(out + r * stride + c * W, acc[r][c]);
+}
+
+typedef void (*ScoreTile)(const float*, int64_t, const float*, float*);
+typedef void (*ValueTile)(const float*, const float* const*, int64_t, int64_t, int64_t, float*,
+                          int64_t);
+#define PM_VALUES(R) {value_tile<R, 1>, value_tile<R, 2>, value_tile<R, 3>, value_tile<R, 4>}
+constexpr ScoreTile SCORE_TILES[] = {
+    score_tile<1>, score_tile<2>, score_tile<3>,
+#if PM_W == 16
+    score_tile<4>, score_tile<5>, score_tile<6>,
+#endif
+};
+constexpr ValueTile VALUE_TILES[][CHUNK] = {
+    PM_VALUES(1), PM_VALUES(2), PM_VALUES(3),
+#if PM_W == 16
+    PM_VALUES(4), PM_VALUES(5), PM_VALUES(6),
+#endif
+};
+#undef PM_VALUES
+
+// The state of one task; arrays lie in the thread's scratch.
+struct Task {
+  int64_t num_queries, d, dp;
+  float* q;         // [nq, D], scaled
+  float* kt;        // [D, BLOCK]
+  float* scores;    // [nq, BLOCK]
+  float* out;       // [nq, Dp]
+  float* values;    // [BLOCK, Dp], used when D is no multiple of W
+  float* zeros;     // [Dp]
+  float* maximum;   // [nq]
+  float* sum;       // [nq]
+  int64_t* position;  // [nq]
+  int64_t* begin;     // [nq] valid positions of the block: begin .. end
+  int64_t* end;       // [nq]
+  const float* k_rows[BLOCK];
+  const float* v_rows[BLOCK];
+};
+
+int64_t task_floats(int64_t num_queries, int64_t d) {
+  const int64_t dp = padded(d);
+  const int64_t floats = num_queries * d + d * BLOCK + num_queries * BLOCK + num_queries * dp +
+                         BLOCK * dp + dp + 2 * num_queries + 6 * num_queries;
+  return (floats + 63) / 64 * 64 + 64;
+}
+
+void place(Task* task, int64_t num_queries, int64_t d, float* scratch) {
+  const int64_t dp = padded(d);
+  task->num_queries = num_queries;
+  task->d = d;
+  task->dp = dp;
+  task->position = (int64_t*)scratch;  // 8-byte values first: alignment
+  task->begin = task->position + num_queries;
+  task->end = task->begin + num_queries;
+  task->kt = (float*)(task->end + num_queries);
+  task->scores = task->kt + d * BLOCK;
+  task->out = task->scores + num_queries * BLOCK;
+  task->values = task->out + num_queries * dp;
+  task->zeros = task->values + BLOCK * dp;
+  task->q = task->zeros + dp;
+  task->maximum = task->q + num_queries * d;
+  task->sum = task->maximum + num_queries;
+  std::memset(task->zeros, 0, (size_t)dp * sizeof(float));
+  std::memset(task->out, 0, (size_t)(num_queries * dp) * sizeof(float));
+}
+
+// Pointers to the block's rows; positions past the end read zeros (they are masked anyway).
+void gather_block(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
+                  int64_t first, int64_t count) {
+  const int64_t d = task->d, width = in.num_kv_heads * d;
+  for (int64_t i = 0; i < BLOCK; ++i) {
+    if (i >= count) {
+      task->k_rows[i] = task->v_rows[i] = task->zeros;
+      continue;
+    }
+    const int64_t position = first + i;
+    const int64_t slot =
+        (int64_t)pages[position / in.page_size] * in.page_size + position % in.page_size;
+    task->k_rows[i] = in.k_pages + slot * width + kv_head * d;
+    task->v_rows[i] = in.v_pages + slot * width + kv_head * d;
+  }
+  for (int64_t i = 0; i < BLOCK && i < count; i += W) {
+    int64_t column = 0;
+    for (; column + W <= d; column += W)
+      transpose(task->k_rows + i, column, task->kt + column * BLOCK + i, BLOCK);
+    for (; column < d; ++column)
+      for (int64_t j = i; j < i + W; ++j) task->kt[column * BLOCK + j] = task->k_rows[j][column];
+  }
+  if (task->dp == d) return;
+  for (int64_t i = 0; i < count; ++i) {
+    float* row = task->values + i * task->dp;
+    std::memcpy(row, task->v_rows[i], (size_t)d * sizeof(float));
+    for (int64_t j = d; j < task->dp; ++j) row[j] = 0.0f;
+    task->v_rows[i] = row;
+  }
+}
+
+// Scores of query `index` in this block into weights; rescales its output row.
+void softmax_block(Task* task, int64_t index) {
+  const int64_t a = task->begin[index], b = task->end[index];
+  if (a >= b) return;
+  float* scores = task->scores + index * BLOCK;
+  const F lowest = splat(-std::numeric_limits<float>::infinity());
+  F maxima = lowest;
+  I valid[BLOCK / W];
+  F x[BLOCK / W];
+  PM_UNROLL for (int v = 0; v < BLOCK / W; ++v) {
+    const I lane = lane_index() + splat_int(v * W);
+    valid[v] = (lane >= splat_int((int32_t)a)) & (lane < splat_int((int32_t)b));
+    x[v] = select(valid[v], load(scores + v * W), lowest);
+    maxima = max(maxima, x[v]);
+  }
+  const float block_maximum = max_lanes(maxima);
+  const float old = task->maximum[index];
+  const float now = old > block_maximum ? old : block_maximum;
+  F sums = F{};
+  PM_UNROLL for (int v = 0; v < BLOCK / W; ++v) {
+    const F weight = select(valid[v], exp(x[v] - splat(now)), F{});
+    store(scores + v * W, weight);
+    sums = sums + weight;
+  }
+  const F scale = exp(splat(old - now));
+  task->maximum[index] = now;
+  task->sum[index] = task->sum[index] * scale[0] + sum_lanes(sums);
+  if (scale[0] == 1.0f) return;
+  float* out = task->out + index * task->dp;
+  for (int64_t i = 0; i < task->dp; i += W) store(out + i, load(out + i) * scale);
+}
+
+void add_values(Task* task, int64_t index, int64_t queries, int64_t a, int64_t b) {
+  if (a >= b) return;
+  const int64_t dp = task->dp;
+  for (int64_t offset = 0; offset < dp; offset += CHUNK * W) {
+    const int64_t vectors = (dp - offset) / W < CHUNK ? (dp - offset) / W : CHUNK;
+    VALUE_TILES[queries - 1][vectors - 1](task->scores + index * BLOCK, task->v_rows, offset, a,
+                                          b, task->out + index * dp + offset, dp);
+  }
+}
+
+// What all queries of the tile may see goes through one tile; the ragged ends one query at a
+// time, in the order of positions.
+void add_values_tile(Task* task, int64_t index, int64_t queries) {
+  int64_t a = 0, b = BLOCK;
+  for (int64_t i = index; i < index + queries; ++i) {
+    a = a > task->begin[i] ? a : task->begin[i];
+    b = b < task->end[i] ? b : task->end[i];
+  }
+  if (a >= b) {
+    for (int64_t i = index; i < index + queries; ++i)
+      add_values(task, i, 1, task->begin[i], task->end[i]);
+    return;
+  }
+  for (int64_t i = index; i < index + queries; ++i) add_values(task, i, 1, task->begin[i], a);
+  add_values(task, index, queries, a, b);
+  for (int64_t i = index; i < index + queries; ++i) add_values(task, i, 1, b, task->end[i]);
+}
+
+void attend_block(Task* task, int64_t first, int64_t count, int64_t window) {
+  for (int64_t i = 0; i < task->num_queries; ++i) {
+    const int64_t position = task->position[i];
+    const int64_t oldest = window > 0 && position >= window ? position - window + 1 : 0;
+    task->begin[i] = oldest > first ? oldest - first : 0;
+    task->end[i] = position - first + 1 < BLOCK ? position - first + 1 : BLOCK;
+    if (task->begin[i] >= task->end[i]) task->begin[i] = task->end[i] = 0;
+  }
+  for (int64_t i = 0; i < task->num_queries; i += QUERIES) {
+    const int64_t left = task->num_queries - i, queries = left < QUERIES ? left : QUERIES;
+    for (int64_t c = 0; c < BLOCK && c < count; c += CHUNK * W)
+      SCORE_TILES[queries - 1](task->q + i * task->d, task->d, task->kt + c,
+                               task->scores + i * BLOCK + c);
+    for (int64_t j = i; j < i + queries; ++j) softmax_block(task, j);
+    add_values_tile(task, i, queries);
+  }
+}
+
+}  // namespace
+
+AttentionPlan::AttentionPlan(const PmBatch* batch, int64_t num_heads, int64_t num_kv_heads,
+                             int num_threads)
+    : batch_(batch), num_heads_(num_heads), group_(num_heads / num_kv_heads) {
+  rows_per_task_ = TASK_QUERIES / group_ > 1 ? TASK_QUERIES / group_ : 1;
+  for (int64_t b = 0; b < batch->num_sequences; ++b) {
+    const int64_t end = batch->qo_indptr[b + 1];
+    for (int64_t row = batch->qo_indptr[b]; row < end; row += rows_per_task_)
+      runs_.push_back({b, row, row + rows_per_task_ < end ? row + rows_per_task_ : end});
+  }
+  // Few pieces: cut the heads of a group apart too, at the price of transposing K again.
+  const int64_t pieces = (int64_t)runs_.size() * num_kv_heads;
+  const int64_t cuts = pieces ? (2 * num_threads + pieces - 1) / pieces : 1;
+  heads_per_task_ = (group_ + cuts - 1) / cuts;
+  if (heads_per_task_ < 1) heads_per_task_ = 1;
+  head_runs_ = num_kv_heads * ((group_ + heads_per_task_ - 1) / heads_per_task_);
+}
+
+int64_t AttentionPlan::scratch_floats(int64_t head_dim) const {
+  return task_floats(rows_per_task_ * heads_per_task_, head_dim);
+}
+
+void AttentionPlan::run(const AttentionInput& in, int64_t index, float* scratch) const {
+  // Late rows see most positions: start with them, so that no member is left alone with one.
+  const Run& piece = runs_[runs_.size() - 1 - (size_t)(index / head_runs_)];
+  const int64_t per_group = head_runs_ / in.num_kv_heads;
+  const int64_t kv_head = index % head_runs_ / per_group;
+  const int64_t head = kv_head * group_ + index % per_group * heads_per_task_;
+  const int64_t group_end = (kv_head + 1) * group_;
+  const int64_t heads = head + heads_per_task_ < group_end ? heads_per_task_ : group_end - head;
+  const int64_t d = in.head_dim;
+  Task task;
+  place(&task, (piece.end - piece.begin) * heads, d, scratch);
+
+  const float scale = 1.0f / std::sqrt((float)d);
+  int64_t lowest = std::numeric_limits<int64_t>::max(), highest = 0;
+  for (int64_t i = 0; i < task.num_queries; ++i) {
+    const int64_t row = piece.begin + i / heads;
+    const float* q = in.q + row * in.q_stride + (head + i % heads) * d;
+    for (int64_t j = 0; j < d; ++j) task.q[i * d + j] = q[j] * scale;
+    const int64_t position = batch_->positions[row];
+    task.position[i] = position;
+    task.maximum[i] = -std::numeric_limits<float>::infinity();
+    task.sum[i] = 0.0f;
+    const int64_t oldest = in.window > 0 && position >= in.window ? position - in.window + 1 : 0;
+    lowest = lowest < oldest ? lowest : oldest;
+    highest = highest > position ? highest : position;
+  }
+  const int32_t* pages = batch_->kv_page_ids + batch_->kv_indptr[piece.sequence];
+  for (int64_t first = lowest / BLOCK * BLOCK; first <= highest; first += BLOCK) {
+    const int64_t count = highest + 1 - first < BLOCK ? highest + 1 - first : BLOCK;
+    gather_block(&task, in, pages, kv_head, first, count);
+    attend_block(&task, first, count, in.window);
+  }
+  for (int64_t i = 0; i < task.num_queries; ++i) {
+    float* out = in.out + ((piece.begin + i / heads) * num_heads_ + head + i % heads) * d;
+    const float inverse = 1.0f / task.sum[i];
+    for (int64_t j = 0; j < d; ++j) out[j] = task.out[i * task.dp + j] * inverse;
+  }
+}
+
+}  // namespace pm

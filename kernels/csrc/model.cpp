@@ -1,0 +1,367 @@
+// The whole model in one call: every member of the team runs forward() and meets the others at a
+// barrier between phases. Which member computes which piece does not matter to any bit.
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "kernels.h"
+#include "team.h"
+
+struct PmModel {
+  PmPool* pool;
+  PmModelShape shape;
+  struct Layer {
+    const PmMatrix *qkv = nullptr, *o = nullptr, *gate_up = nullptr, *down = nullptr;
+    const float *input_norm = nullptr, *post_norm = nullptr;
+    const float *qkv_bias = nullptr, *q_norm = nullptr, *k_norm = nullptr;
+  };
+  std::vector<Layer> layers;
+  const PmMatrix *embedding = nullptr, *lm_head = nullptr;
+  const float *final_norm = nullptr, *cos_table = nullptr, *sin_table = nullptr;
+  std::vector<float> scratch;  // grows to the largest step seen
+};
+
+namespace pm {
+namespace {
+
+constexpr int64_t COLUMN_PIECE = 256;  // columns of SiLU per task; a multiple of a weight group
+constexpr int64_t PHASES_PER_LAYER = 10;
+
+// One step; shared by all members.
+struct Step {
+  PmModel* model;
+  const PmBatch* batch;
+  float* kv;
+  int64_t num_pages, page_size;
+  float* logits;
+  AttentionPlan plan;
+  RowBlocks blocks;          // of all rows
+  RowBlocks sampled_blocks;  // of the sampled rows
+  std::vector<Counter> counters;
+  int num_threads;
+
+  float* hidden;    // [T, E]
+  float* qkv;       // [T, (H + 2G) * D]
+  float* gate_up;   // [T, 2I]
+  float* attended;  // [T, H * D]
+  unsigned char* packed;
+  float* private_scratch;  // per member
+  int64_t private_floats;
+};
+
+// One member's walk through the phases. share() hands out pieces of the current phase.
+class Member {
+ public:
+  Member(Step* step, int index)
+      : s_(*step), m_(*step->model), shape_(step->model->shape), index_(index) {
+    private_ = s_.private_scratch + index * s_.private_floats;
+  }
+
+  void forward() {
+    embed();
+    for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
+      const PmModel::Layer& l = m_.layers[layer];
+      normalise(l.input_norm, l.qkv->kind);
+      linear(l.qkv, false, s_.qkv, qkv_width());
+      place_qkv(l, layer);
+      attend(layer);
+      pack_attended(l.o->kind);
+      linear(l.o, true, s_.hidden, shape_.hidden_size);
+      normalise(l.post_norm, l.gate_up->kind);
+      linear(l.gate_up, false, s_.gate_up, 2 * shape_.intermediate_size);
+      activate(l.down->kind);
+      linear(l.down, true, s_.hidden, shape_.hidden_size);
+    }
+    sample_rows();
+  }
+
+ private:
+  int64_t qkv_width() const {
+    return (shape_.num_heads + 2 * shape_.num_kv_heads) * shape_.head_dim;
+  }
+
+  // piece(first, last) for runs of at most `run` of `count` pieces, then a barrier.
+  template <typename Piece>
+  void share(int64_t count, int64_t run, Piece piece) {
+    Counter& counter = s_.counters[phase_++];
+    for (int64_t at = counter.take(run); at < count; at = counter.take(run))
+      piece(at, at + run < count ? at + run : count);
+    m_.pool->team.barrier();
+  }
+
+  void embed() {
+    share(s_.batch->num_tokens, 8, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; ++t)
+        matrix_row(m_.embedding, s_.batch->token_ids[t], s_.hidden + t * shape_.hidden_size);
+    });
+  }
+
+  void normalise(const float* weight, int64_t kind) {
+    const int64_t e = shape_.hidden_size;
+    share(s_.blocks.num, 1, [&](int64_t b, int64_t) {
+      unsigned char* block = s_.packed + block_offset(kind, s_.blocks, b, e);
+      for (int64_t r = 0; r < s_.blocks.rows(b); ++r) {
+        rms_norm_row(s_.hidden + (s_.blocks.start(b) + r) * e, weight, e, shape_.rms_eps, private_);
+        pack_columns(kind, private_, 0, e, e, r, s_.blocks.rows(b), block);
+      }
+    });
+  }
+
+  void linear(const PmMatrix* matrix, bool add, float* y, int64_t stride) {
+    share(matrix->num_panels, panels_per_task(matrix->num_panels, s_.num_threads),
+          [&](int64_t first, int64_t last) {
+            linear_panels(matrix, s_.packed, s_.blocks, first, last, add, y, stride);
+          });
+  }
+
+  // Bias, q/k norm and rope in place; K and V into their slots.
+  void place_qkv(const PmModel::Layer& l, int64_t layer) {
+    const int64_t h = shape_.num_heads, g = shape_.num_kv_heads, d = shape_.head_dim;
+    float* k_pages = pages(layer, 0);
+    float* v_pages = pages(layer, 1);
+    share(s_.batch->num_tokens, 4, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; ++t) {
+        float* row = s_.qkv + t * qkv_width();
+        if (l.qkv_bias) add_row(l.qkv_bias, qkv_width(), row);
+        const int64_t rope = s_.batch->positions[t] * (d / 2);
+        for (int64_t head = 0; head < h + g; ++head) {
+          const float* norm = head < h ? l.q_norm : l.k_norm;
+          if (norm) rms_norm_row(row + head * d, norm, d, shape_.rms_eps, row + head * d);
+          rope_head(row + head * d, d, m_.cos_table + rope, m_.sin_table + rope);
+        }
+        const int64_t slot = (int64_t)s_.batch->kv_slots[t] * g * d;
+        const size_t bytes = (size_t)(g * d) * sizeof(float);
+        std::memcpy(k_pages + slot, row + h * d, bytes);
+        std::memcpy(v_pages + slot, row + (h + g) * d, bytes);
+      }
+    });
+  }
+
+  void attend(int64_t layer) {
+    AttentionInput input;
+    input.batch = s_.batch;
+    input.q = s_.qkv;
+    input.q_stride = qkv_width();
+    input.k_pages = pages(layer, 0);
+    input.v_pages = pages(layer, 1);
+    input.page_size = s_.page_size;
+    input.num_heads = shape_.num_heads;
+    input.num_kv_heads = shape_.num_kv_heads;
+    input.head_dim = shape_.head_dim;
+    input.window = shape_.sliding_window;
+    input.out = s_.attended;
+    share(s_.plan.num_tasks(), 1,
+          [&](int64_t task, int64_t) { s_.plan.run(input, task, private_); });
+  }
+
+  void pack_attended(int64_t kind) {
+    const int64_t k = shape_.num_heads * shape_.head_dim;
+    share(s_.blocks.num, 1, [&](int64_t b, int64_t) {
+      for (int64_t r = 0; r < s_.blocks.rows(b); ++r)
+        pack_columns(kind, s_.attended + (s_.blocks.start(b) + r) * k, 0, k, k, r,
+                     s_.blocks.rows(b), s_.packed + block_offset(kind, s_.blocks, b, k));
+    });
+  }
+
+  // silu(gate) * up, packed for the next linear. Pieces: (block, run of columns).
+  void activate(int64_t kind) {
+    const int64_t i = shape_.intermediate_size;
+    const int64_t runs = (i + COLUMN_PIECE - 1) / COLUMN_PIECE;
+    share(s_.blocks.num * runs, 1, [&](int64_t piece, int64_t) {
+      const int64_t b = piece / runs, k0 = piece % runs * COLUMN_PIECE;
+      const int64_t k1 = k0 + COLUMN_PIECE < i ? k0 + COLUMN_PIECE : i;
+      unsigned char* block = s_.packed + block_offset(kind, s_.blocks, b, i);
+      for (int64_t r = 0; r < s_.blocks.rows(b); ++r) {
+        const float* row = s_.gate_up + (s_.blocks.start(b) + r) * 2 * i;
+        silu_mul_row(row + k0, row + i + k0, k1 - k0, private_);
+        pack_columns(kind, private_, k0, k1, i, r, s_.blocks.rows(b), block);
+      }
+    });
+  }
+
+  void sample_rows() {
+    const int64_t e = shape_.hidden_size, kind = m_.lm_head->kind;
+    const RowBlocks& blocks = s_.sampled_blocks;
+    share(blocks.num, 1, [&](int64_t b, int64_t) {
+      for (int64_t r = 0; r < blocks.rows(b); ++r) {
+        const int64_t row = s_.batch->sample_rows[blocks.start(b) + r];
+        rms_norm_row(s_.hidden + row * e, m_.final_norm, e, shape_.rms_eps, private_);
+        pack_columns(kind, private_, 0, e, e, r, blocks.rows(b),
+                     s_.packed + block_offset(kind, blocks, b, e));
+      }
+    });
+    share(blocks.num ? m_.lm_head->num_panels : 0, GROUP_PANELS, [&](int64_t first, int64_t last) {
+      linear_panels(m_.lm_head, s_.packed, blocks, first, last, false, s_.logits,
+                    shape_.vocab_size);
+    });
+  }
+
+  float* pages(int64_t layer, int64_t which) const {
+    const int64_t floats = s_.num_pages * s_.page_size * shape_.num_kv_heads * shape_.head_dim;
+    return s_.kv + (layer * 2 + which) * floats;
+  }
+
+  Step& s_;
+  PmModel& m_;
+  const PmModelShape& shape_;
+  const int index_;
+  int64_t phase_ = 0;
+  float* private_;
+};
+
+void run_member(void* context, int index) {
+  const FloatMode mode;
+  Member((Step*)context, index).forward();
+}
+
+int64_t aligned(int64_t floats) { return (floats + 15) / 16 * 16; }
+
+// Lays the buffers of the step out in the model's scratch. Throws std::bad_alloc.
+void lay_out(Step* s) {
+  const PmModelShape& shape = s->model->shape;
+  const int64_t t = s->batch->num_tokens, d = shape.head_dim;
+  const int64_t attended = shape.num_heads * d;
+  const int64_t qkv = attended + 2 * shape.num_kv_heads * d;
+  int64_t widest = shape.hidden_size > shape.intermediate_size ? shape.hidden_size
+                                                               : shape.intermediate_size;
+  widest = widest > attended ? widest : attended;
+  const int64_t packed = (packed_bytes(PM_F32, t, widest) + 3) / 4;
+  const int64_t attention = s->plan.scratch_floats(d);
+  s->private_floats = aligned(attention > widest ? attention : widest) + 64;
+  const int64_t total = 16 + aligned(t * shape.hidden_size) + aligned(t * qkv) +
+                        aligned(t * 2 * shape.intermediate_size) + aligned(t * attended) +
+                        aligned(packed) + s->num_threads * s->private_floats;
+  if ((int64_t)s->model->scratch.size() < total) {
+    s->model->scratch.clear();
+    s->model->scratch.resize((size_t)total);
+  }
+  float* at = (float*)(((uintptr_t)s->model->scratch.data() + 63) / 64 * 64);
+  s->hidden = at;
+  s->qkv = s->hidden + aligned(t * shape.hidden_size);
+  s->gate_up = s->qkv + aligned(t * qkv);
+  s->attended = s->gate_up + aligned(t * 2 * shape.intermediate_size);
+  s->packed = (unsigned char*)(s->attended + aligned(t * attended));
+  s->private_scratch = (float*)s->packed + aligned(packed);
+}
+
+bool is_complete(const PmModel& model) {
+  for (const PmModel::Layer& l : model.layers)
+    if (!l.qkv || !l.o || !l.gate_up || !l.down || !l.input_norm || !l.post_norm) return false;
+  return model.embedding && model.lm_head && model.final_norm && model.cos_table &&
+         model.sin_table;
+}
+
+bool has_shape(const PmMatrix* matrix, int64_t n, int64_t k) {
+  return matrix->n == n && matrix->k == k;
+}
+
+}  // namespace
+
+int64_t panels_per_task(int64_t num_panels, int num_threads) {
+  const int64_t even = (num_panels + 4 * num_threads - 1) / (4 * num_threads);
+  return even < 1 ? 1 : even > GROUP_PANELS ? GROUP_PANELS : even;
+}
+
+}  // namespace pm
+
+int pm_model_create(PmPool* pool, const PmModelShape* shape, PmModel** model) {
+  *model = nullptr;
+  if (shape->num_layers < 1 || shape->num_kv_heads < 1 || shape->head_dim < 2 ||
+      shape->head_dim % 2 || shape->num_heads % shape->num_kv_heads)
+    return PM_INVALID;
+  PmModel* made = new (std::nothrow) PmModel();
+  if (!made) return PM_MEMORY;
+  made->pool = pool;
+  made->shape = *shape;
+  try {
+    made->layers.resize((size_t)shape->num_layers);
+  } catch (const std::bad_alloc&) {
+    delete made;
+    return PM_MEMORY;
+  }
+  *model = made;
+  return PM_OK;
+}
+
+void pm_model_destroy(PmModel* model) { delete model; }
+
+int pm_model_set_matrix(PmModel* model, int64_t role, int64_t layer, const PmMatrix* matrix) {
+  const PmModelShape& s = model->shape;
+  const int64_t heads = s.num_heads * s.head_dim, kv = s.num_kv_heads * s.head_dim;
+  if (role < PM_EMBEDDING && (layer < 0 || layer >= s.num_layers)) return PM_INVALID;
+  PmModel::Layer* l = role < PM_EMBEDDING ? &model->layers[(size_t)layer] : nullptr;
+  switch (role) {
+    case PM_QKV:
+      l->qkv = matrix;
+      return pm::has_shape(matrix, heads + 2 * kv, s.hidden_size) ? PM_OK : PM_INVALID;
+    case PM_O:
+      l->o = matrix;
+      return pm::has_shape(matrix, s.hidden_size, heads) ? PM_OK : PM_INVALID;
+    case PM_GATE_UP:
+      l->gate_up = matrix;
+      return pm::has_shape(matrix, 2 * s.intermediate_size, s.hidden_size) ? PM_OK : PM_INVALID;
+    case PM_DOWN:
+      l->down = matrix;
+      return pm::has_shape(matrix, s.hidden_size, s.intermediate_size) ? PM_OK : PM_INVALID;
+    case PM_EMBEDDING:
+      model->embedding = matrix;
+      return pm::has_shape(matrix, s.vocab_size, s.hidden_size) ? PM_OK : PM_INVALID;
+    case PM_LM_HEAD:
+      model->lm_head = matrix;
+      return pm::has_shape(matrix, s.vocab_size, s.hidden_size) ? PM_OK : PM_INVALID;
+  }
+  return PM_INVALID;
+}
+
+int pm_model_set_vector(PmModel* model, int64_t vector, int64_t layer, const float* data) {
+  if (vector < PM_FINAL_NORM && (layer < 0 || layer >= model->shape.num_layers))
+    return PM_INVALID;
+  PmModel::Layer* l = vector < PM_FINAL_NORM ? &model->layers[(size_t)layer] : nullptr;
+  switch (vector) {
+    case PM_INPUT_NORM: l->input_norm = data; return PM_OK;
+    case PM_POST_NORM: l->post_norm = data; return PM_OK;
+    case PM_QKV_BIAS: l->qkv_bias = data; return PM_OK;
+    case PM_Q_NORM: l->q_norm = data; return PM_OK;
+    case PM_K_NORM: l->k_norm = data; return PM_OK;
+    case PM_FINAL_NORM: model->final_norm = data; return PM_OK;
+    case PM_ROPE_COS: model->cos_table = data; return PM_OK;
+    case PM_ROPE_SIN: model->sin_table = data; return PM_OK;
+  }
+  return PM_INVALID;
+}
+
+int pm_model_forward(PmModel* model, const PmBatch* batch, float* kv, int64_t num_pages,
+                     int64_t page_size, float* logits) {
+  if (model->pool->team.is_forked()) return PM_FORKED;
+  if (!pm::is_complete(*model)) return PM_INVALID;
+  if (batch->num_tokens == 0) return PM_OK;
+  try {
+    const PmModelShape& shape = model->shape;
+    const int threads = model->pool->team.size();
+    pm::Step step{model,
+                  batch,
+                  kv,
+                  num_pages,
+                  page_size,
+                  logits,
+                  pm::AttentionPlan(batch, shape.num_heads, shape.num_kv_heads, threads),
+                  pm::RowBlocks(batch->num_tokens),
+                  pm::RowBlocks(batch->num_sampled),
+                  std::vector<pm::Counter>(
+                      (size_t)(shape.num_layers * pm::PHASES_PER_LAYER + 3)),
+                  threads,
+                  nullptr,
+                  nullptr,
+                  nullptr,
+                  nullptr,
+                  nullptr,
+                  nullptr,
+                  0};
+    pm::lay_out(&step);
+    model->pool->team.run(pm::run_member, &step);
+  } catch (const std::bad_alloc&) {
+    return PM_MEMORY;
+  }
+  return PM_OK;
+}

@@ -1,0 +1,124 @@
+// The C border of the CPU kernels: plain pointers in, int error codes out, sizes int64.
+//
+// Legend: M rows (tokens), N outputs, K inputs of a linear layer, T tokens of the step,
+// B sequences, P pages over all sequences, S sampled rows, H query heads, G kv heads, D head dim,
+// E hidden size, I intermediate size, V vocabulary. All arrays are C-contiguous; nothing is
+// retained except what *_create returns and the matrices and vectors given to pm_model_set_*.
+//
+// Promise: the bits of a result row depend on that row's inputs only. Not on the other rows, their
+// number, chunking, the page size, the page ids or the number of threads. Every output element has
+// one fixed order of operations, the same in every code path of one build.
+#pragma once
+#include <cstdint>
+
+#define PM_EXPORT extern "C" __attribute__((visibility("default")))
+
+enum PmStatus : int {
+  PM_OK = 0,
+  PM_INVALID = 1,  // an argument is out of range
+  PM_MEMORY = 2,   // out of memory
+  PM_THREADS = 3,  // a thread could not be started
+  PM_FORKED = 4,   // the pool was made by another process (fork): its threads are not here
+};
+
+enum PmKind : int64_t {
+  PM_F32 = 0,
+};
+
+struct PmModelShape {
+  int64_t vocab_size;
+  int64_t hidden_size;
+  int64_t intermediate_size;
+  int64_t num_layers;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t max_positions;   // rows of the rope tables
+  int64_t sliding_window;  // 0: none
+  float rms_eps;
+};
+
+// The vectors of a model; layer is ignored for PM_FINAL_NORM and the rope tables.
+enum PmVector : int64_t {
+  PM_INPUT_NORM = 0,      // [E]
+  PM_POST_NORM = 1,       // [E]
+  PM_QKV_BIAS = 2,        // [(H + 2G) * D], optional
+  PM_Q_NORM = 3,          // [D], optional
+  PM_K_NORM = 4,          // [D], optional
+  PM_FINAL_NORM = 5,      // [E]
+  PM_ROPE_COS = 6,        // [max_positions, D / 2]
+  PM_ROPE_SIN = 7,        // [max_positions, D / 2]
+};
+
+// The matrices of a model; layer is ignored for the last two.
+enum PmMatrixRole : int64_t {
+  PM_QKV = 0,        // [(H + 2G) * D, E]: the rows of q, then k, then v
+  PM_O = 1,          // [E, H * D]
+  PM_GATE_UP = 2,    // [2 * I, E]: the rows of gate, then up
+  PM_DOWN = 3,       // [E, I]
+  PM_EMBEDDING = 4,  // [V, E]
+  PM_LM_HEAD = 5,    // [V, E]; may be the same matrix as the embedding
+};
+
+// kernels/batch.py's ForwardBatch. Checked by the caller.
+struct PmBatch {
+  int64_t num_tokens;
+  int64_t num_sequences;
+  int64_t num_sampled;
+  const int32_t* token_ids;         // [T]
+  const int32_t* positions;         // [T]
+  const int32_t* kv_slots;          // [T]
+  const int32_t* qo_indptr;         // [B + 1]
+  const int32_t* kv_indptr;         // [B + 1]
+  const int32_t* kv_page_ids;       // [P]
+  const int32_t* kv_last_page_len;  // [B]
+  const int32_t* sample_rows;       // [S]
+};
+
+struct PmPool;
+struct PmMatrix;
+struct PmModel;
+
+// Threads. num_threads counts the caller; workers sleep between calls.
+PM_EXPORT int pm_pool_create(int64_t num_threads, PmPool** pool);
+PM_EXPORT void pm_pool_destroy(PmPool* pool);
+
+// A weight matrix [N, K], repacked into panels for the kernels of this build.
+PM_EXPORT int pm_matrix_create(int64_t n, int64_t k, int64_t kind, PmMatrix** matrix);
+PM_EXPORT void pm_matrix_destroy(PmMatrix* matrix);
+PM_EXPORT int64_t pm_matrix_bytes(const PmMatrix* matrix);
+// Rows row .. row + rows from float32 data [rows, K].
+PM_EXPORT int pm_matrix_fill(PmPool* pool, PmMatrix* matrix, int64_t row, int64_t rows,
+                             const float* data);
+
+// Single operations, for tests and for measuring; the model uses the same code.
+// y [M, N] = x [M, K] * matrix^T
+PM_EXPORT int pm_linear(PmPool* pool, const PmMatrix* matrix, const float* x, int64_t m, float* y);
+// out [M, K] float32: rows of the matrix
+PM_EXPORT int pm_embed(PmPool* pool, const PmMatrix* matrix, const int32_t* ids, int64_t m,
+                       float* out);
+PM_EXPORT int pm_rms_norm(PmPool* pool, const float* x, const float* weight, int64_t m, int64_t k,
+                          float eps, float* y);
+// gate_up [M, 2I] -> out [M, I] = silu(gate) * up
+PM_EXPORT int pm_silu_mul(PmPool* pool, const float* gate_up, int64_t m, int64_t i, float* out);
+// x [T, heads, D] in place: rotate-half with rows of cos, sin [max_positions, D / 2]
+PM_EXPORT int pm_rope(PmPool* pool, float* x, const int32_t* positions, int64_t t, int64_t heads,
+                      int64_t d, const float* cos_table, const float* sin_table);
+// q [T, H, D], out [T, H, D], k_pages and v_pages [num_pages, page_size, G, D]; window 0: none
+PM_EXPORT int pm_attention(PmPool* pool, const PmBatch* batch, const float* q,
+                           const float* k_pages, const float* v_pages, int64_t page_size,
+                           int64_t h, int64_t g, int64_t d, int64_t window, float* out);
+PM_EXPORT int pm_exp(PmPool* pool, const float* x, int64_t n, float* y);
+
+// The whole model. It borrows the pool, the matrices and the vectors: keep them alive.
+PM_EXPORT int pm_model_create(PmPool* pool, const PmModelShape* shape, PmModel** model);
+PM_EXPORT void pm_model_destroy(PmModel* model);
+PM_EXPORT int pm_model_set_matrix(PmModel* model, int64_t role, int64_t layer,
+                                  const PmMatrix* matrix);
+PM_EXPORT int pm_model_set_vector(PmModel* model, int64_t vector, int64_t layer,
+                                  const float* data);
+// One step. kv [num_layers, 2, num_pages, page_size, G, D]; logits [S, V].
+PM_EXPORT int pm_model_forward(PmModel* model, const PmBatch* batch, float* kv, int64_t num_pages,
+                               int64_t page_size, float* logits);
+
+PM_EXPORT const char* pm_describe();  // instruction set of this build

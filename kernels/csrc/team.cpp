@@ -1,0 +1,100 @@
+#include "team.h"
+
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pm {
+namespace {
+
+constexpr int SPINS = 1500;  // some 25 us: longer than a phase's imbalance, shorter than a step
+
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+Team::Team(int size) : size_(size), process_(getpid()) {
+  workers_.reserve(size - 1);
+  try {
+    for (int member = 1; member < size; ++member)
+      workers_.emplace_back([this, member] { work(member); });
+  } catch (...) {
+    stop_ = true;
+    job_number_.fetch_add(1);
+    wake_all();
+    for (auto& worker : workers_) worker.join();
+    throw;
+  }
+}
+
+Team::~Team() {
+  stop_ = true;
+  job_number_.fetch_add(1);
+  wake_all();
+  for (auto& worker : workers_) worker.join();
+}
+
+bool Team::is_forked() const { return process_ != getpid(); }
+
+void Team::run(void (*job)(void*, int), void* context) {
+  std::lock_guard<std::mutex> lock(run_mutex_);
+  job_ = job;
+  context_ = context;
+  if (size_ > 1) {
+    job_number_.fetch_add(1);
+    wake_all();
+  }
+  job(context, 0);
+  barrier();
+}
+
+void Team::work(int member) {
+  uint32_t seen = 0;
+  for (;;) {
+    wait_for_change(job_number_, seen);
+    ++seen;
+    if (stop_) return;
+    job_(context_, member);
+    barrier();
+  }
+}
+
+void Team::barrier() {
+  if (size_ == 1) return;
+  const uint32_t seen = barrier_number_.load();
+  if (num_arrived_.fetch_add(1) + 1 == size_) {
+    num_arrived_.store(0);
+    barrier_number_.fetch_add(1);
+    wake_all();
+  } else {
+    wait_for_change(barrier_number_, seen);
+  }
+}
+
+// Sequentially consistent on both sides: either the sleeper sees the new word before it sleeps or
+// the waker sees the sleeper.
+void Team::wait_for_change(const std::atomic<uint32_t>& word, uint32_t seen) {
+  for (int spin = 0; spin < SPINS; ++spin) {
+    if (word.load(std::memory_order_acquire) != seen) return;
+    relax();
+  }
+  std::unique_lock<std::mutex> lock(sleep_mutex_);
+  num_sleeping_.fetch_add(1);
+  while (word.load() == seen) sleep_condition_.wait(lock);
+  num_sleeping_.fetch_sub(1);
+}
+
+void Team::wake_all() {
+  if (num_sleeping_.load() == 0) return;
+  std::lock_guard<std::mutex> lock(sleep_mutex_);
+  sleep_condition_.notify_all();
+}
+
+}  // namespace pm

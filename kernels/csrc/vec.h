@@ -1,0 +1,187 @@
+// Vectors of W floats. The same functions for AVX-512, AVX2+FMA and plain C++ (GCC and Clang
+// vector extensions), chosen when the library is compiled; one build holds exactly one of them.
+//
+// Compiled with -ffp-contract=off: a multiply and an add are fused exactly where fma() says so,
+// so no two code paths of a build can differ by what the compiler made of them.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+#if defined(PM_ISA_AVX512)
+#define PM_W 16
+#define PM_ISA_NAME "avx512"
+#elif defined(PM_ISA_AVX2)
+#define PM_W 8
+#define PM_ISA_NAME "avx2"
+#else
+#define PM_W 4
+#define PM_ISA_NAME "portable"
+#endif
+
+#define PM_INLINE inline __attribute__((always_inline))
+#define PM_UNROLL _Pragma("GCC unroll 64")
+
+namespace pm {
+
+constexpr int W = PM_W;
+typedef float F __attribute__((vector_size(4 * PM_W)));
+typedef int32_t I __attribute__((vector_size(4 * PM_W)));
+
+PM_INLINE F load(const float* p) {
+  F v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+PM_INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
+PM_INLINE F splat(float x) { return x - F{}; }
+PM_INLINE I splat_int(int32_t x) { return x - I{}; }
+
+PM_INLINE I lane_index() {
+#if PM_W == 16
+  return I{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif PM_W == 8
+  return I{0, 1, 2, 3, 4, 5, 6, 7};
+#else
+  return I{0, 1, 2, 3};
+#endif
+}
+
+// The first n lanes, 0 <= n <= W; the other lanes are 0 and their memory is not touched.
+PM_INLINE F load_first(const float* p, int64_t n) {
+#if defined(PM_ISA_AVX512)
+  return (F)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#elif defined(PM_ISA_AVX2)
+  return (F)_mm256_maskload_ps(p, (__m256i)(lane_index() < splat_int((int32_t)n)));
+#else
+  F v{};
+  std::memcpy(&v, p, (size_t)n * sizeof(float));
+  return v;
+#endif
+}
+PM_INLINE void store_first(float* p, F v, int64_t n) {
+#if defined(PM_ISA_AVX512)
+  _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+#elif defined(PM_ISA_AVX2)
+  _mm256_maskstore_ps(p, (__m256i)(lane_index() < splat_int((int32_t)n)), (__m256)v);
+#else
+  std::memcpy(p, &v, (size_t)n * sizeof(float));
+#endif
+}
+
+PM_INLINE F fma(F a, F b, F c) {
+#if defined(PM_ISA_AVX512)
+  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(PM_ISA_AVX2)
+  return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+// mask lanes are 0 or -1
+PM_INLINE F select(I mask, F yes, F no) {
+  return (F)((mask & (I)yes) | (~mask & (I)no));
+}
+// Where either is NaN: b. So a NaN in b is kept.
+PM_INLINE F max(F a, F b) { return select(a > b, a, b); }
+
+// Horizontal operations: a fixed tree, lane i with lane i + W/2 first.
+PM_INLINE float sum_lanes(F v) {
+  float x[W];
+  store(x, v);
+  for (int half = W / 2; half >= 1; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] = x[i] + x[i + half];
+  return x[0];
+}
+PM_INLINE float max_lanes(F v) {
+  float x[W];
+  store(x, v);
+  for (int half = W / 2; half >= 1; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+  return x[0];
+}
+
+// e^x to about 1 ulp (Cephes expf coefficients). Below -87 it is e^-87, above 88 it is e^88; NaN
+// stays NaN.
+PM_INLINE F exp(F x) {
+  const F low = splat(-87.0f), high = splat(88.0f), magic = splat(12582912.0f);  // 1.5 * 2^23
+  F y = select(x < low, low, x);
+  y = select(y > high, high, y);
+  F t = fma(y, splat(1.44269504088896341f), magic);  // the integer lies in the low bits of t
+  F n = t - magic;
+  F r = fma(n, splat(-0.693359375f), y);
+  r = fma(n, splat(2.12194440e-4f), r);
+  F p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r + splat(1.0f));
+  F e = (F)((I)p + ((I)t << 23));
+  return select(x == x, e, x);
+}
+
+// W rows of W floats (rows[i][offset ..]) into columns: out[j * stride + i] = rows[i][offset + j].
+PM_INLINE void transpose(const float* const* rows, int64_t offset, float* out, int64_t stride) {
+#if defined(PM_ISA_AVX512)
+  __m512 r[16], t[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(rows[i] + offset);
+  for (int i = 0; i < 16; i += 4) {
+    __m512 a = _mm512_unpacklo_ps(r[i], r[i + 1]), b = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    __m512 c = _mm512_unpacklo_ps(r[i + 2], r[i + 3]), d = _mm512_unpackhi_ps(r[i + 2], r[i + 3]);
+    t[i] = _mm512_shuffle_ps(a, c, 0x44);
+    t[i + 1] = _mm512_shuffle_ps(a, c, 0xEE);
+    t[i + 2] = _mm512_shuffle_ps(b, d, 0x44);
+    t[i + 3] = _mm512_shuffle_ps(b, d, 0xEE);
+  }
+  // t[4 * q + j] holds columns j, j + 4, j + 8, j + 12 of rows 4q .. 4q + 3
+  for (int j = 0; j < 4; ++j) {
+    __m512 a = _mm512_shuffle_f32x4(t[j], t[4 + j], 0x88);
+    __m512 b = _mm512_shuffle_f32x4(t[8 + j], t[12 + j], 0x88);
+    __m512 c = _mm512_shuffle_f32x4(t[j], t[4 + j], 0xDD);
+    __m512 d = _mm512_shuffle_f32x4(t[8 + j], t[12 + j], 0xDD);
+    _mm512_storeu_ps(out + j * stride, _mm512_shuffle_f32x4(a, b, 0x88));
+    _mm512_storeu_ps(out + (j + 8) * stride, _mm512_shuffle_f32x4(a, b, 0xDD));
+    _mm512_storeu_ps(out + (j + 4) * stride, _mm512_shuffle_f32x4(c, d, 0x88));
+    _mm512_storeu_ps(out + (j + 12) * stride, _mm512_shuffle_f32x4(c, d, 0xDD));
+  }
+#elif defined(PM_ISA_AVX2)
+  __m256 r[8], t[8];
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(rows[i] + offset);
+  for (int i = 0; i < 8; i += 4) {
+    __m256 a = _mm256_unpacklo_ps(r[i], r[i + 1]), b = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    __m256 c = _mm256_unpacklo_ps(r[i + 2], r[i + 3]), d = _mm256_unpackhi_ps(r[i + 2], r[i + 3]);
+    t[i] = _mm256_shuffle_ps(a, c, 0x44);
+    t[i + 1] = _mm256_shuffle_ps(a, c, 0xEE);
+    t[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+    t[i + 3] = _mm256_shuffle_ps(b, d, 0xEE);
+  }
+  for (int j = 0; j < 4; ++j) {
+    _mm256_storeu_ps(out + j * stride, _mm256_permute2f128_ps(t[j], t[4 + j], 0x20));
+    _mm256_storeu_ps(out + (j + 4) * stride, _mm256_permute2f128_ps(t[j], t[4 + j], 0x31));
+  }
+#else
+  for (int j = 0; j < W; ++j)
+    for (int i = 0; i < W; ++i) out[j * stride + i] = rows[i][offset + j];
+#endif
+}
+
+// The floating point mode is part of the result: another library may have changed it in the
+// calling thread (flush to zero). Set here, put back at the end of the scope.
+class FloatMode {
+ public:
+#if defined(__x86_64__)
+  FloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x9FC0); }  // nearest, FTZ, DAZ, no traps
+  ~FloatMode() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+  FloatMode() {}
+#endif
+};
+
+}  // namespace pm

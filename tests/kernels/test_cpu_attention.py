@@ -1,0 +1,199 @@
+"""Native paged attention against float64 numpy, and bit for bit against itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from palmette.kernels.batch import ForwardBatch
+from palmette.kernels.cpu import build, ops
+
+POOL_TOKENS = 1024
+LENGTHS = ((1, 1), (70, 1), (63, 2), (64, 64), (200, 37), (129, 129))  # (tokens, of them new)
+
+
+@pytest.fixture(scope="module", params=build.instruction_sets())
+def pool(request: pytest.FixtureRequest) -> Iterator[ops.Pool]:
+    made = ops.Pool(2, instruction_set=request.param)
+    yield made
+    made.close()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences with their own random K and V; rows are those of the new tokens."""
+
+    heads: int
+    groups: int
+    dim: int
+    window: int = 0
+    lengths: tuple[tuple[int, int], ...] = LENGTHS
+
+    def tensors(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        rng = np.random.default_rng(3)
+
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape, dtype=np.float32)
+
+        return [
+            (
+                2 * normal(new, self.heads, self.dim),
+                normal(length, self.groups, self.dim),
+                normal(length, self.groups, self.dim),
+            )
+            for length, new in self.lengths
+        ]
+
+
+CASES = [
+    Case(heads=4, groups=4, dim=16),
+    Case(heads=9, groups=3, dim=64),
+    Case(heads=8, groups=2, dim=128),
+    Case(heads=8, groups=1, dim=32),
+    Case(heads=6, groups=2, dim=10),
+    Case(heads=2, groups=1, dim=20, window=8),
+    Case(heads=3, groups=1, dim=48, window=65),
+    Case(heads=56, groups=1, dim=8),
+]
+
+
+def expected_rows(case: Case) -> np.ndarray:
+    rows = []
+    for q, k, v in case.tensors():
+        length, new = len(k), len(q)
+        for row in range(new):
+            end = length - new + row + 1
+            start = max(0, end - case.window) if case.window else 0
+            for head in range(case.heads):
+                group = head // (case.heads // case.groups)
+                scores = k[start:end, group].astype(np.float64) @ q[row, head] / case.dim**0.5
+                weights = np.exp(scores - scores.max())
+                rows.append(weights @ v[start:end, group] / weights.sum())
+    return np.array(rows).reshape(-1, case.heads, case.dim)
+
+
+def run(
+    pool: ops.Pool,
+    case: Case,
+    *,
+    page_size: int = 16,
+    chunk: int = 1000,
+    order: Sequence[int] | None = None,
+    seed: int = 0,
+) -> np.ndarray:
+    """The rows of all sequences in order, computed in chunks; unused slots hold NaN."""
+    tensors = case.tensors()
+    order = order if order is not None else range(len(tensors))
+    free = list(np.random.default_rng(seed).permutation(POOL_TOKENS // page_size))
+    shape = (POOL_TOKENS // page_size, page_size, case.groups, case.dim)
+    k_pages, v_pages = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+    pages = [[free.pop() for _ in range(-(-len(k) // page_size))] for _, k, _ in tensors]
+    for (_, k, v), ids in zip(tensors, pages, strict=True):
+        slots = (np.array(ids)[:, None] * page_size + np.arange(page_size)).ravel()[: len(k)]
+        k_pages.reshape(-1, case.groups, case.dim)[slots] = k
+        v_pages.reshape(-1, case.groups, case.dim)[slots] = v
+    results: list[list[np.ndarray]] = [[] for _ in tensors]
+    for start in range(0, max(len(q) for q, _, _ in tensors), chunk):
+        members = [b for b in order if start < len(tensors[b][0])]
+        counts = [min(chunk, len(tensors[b][0]) - start) for b in members]
+        lasts = [
+            len(tensors[b][1]) - len(tensors[b][0]) + start + n - 1
+            for b, n in zip(members, counts, strict=True)
+        ]
+        used = [pages[b][: last // page_size + 1] for b, last in zip(members, lasts, strict=True)]
+        q = np.concatenate([tensors[b][0][start : start + chunk] for b in members])
+        out = pool.attention(
+            batch_of(counts, lasts, used, page_size), q, k_pages, v_pages, window=case.window
+        )
+        bounds = np.cumsum(counts)[:-1]
+        for b, part in zip(members, np.split(out, bounds), strict=True):
+            results[b].append(part)
+    return np.concatenate([part for parts in results for part in parts])
+
+
+def batch_of(
+    counts: list[int], lasts: list[int], pages: list[list[int]], page_size: int
+) -> ForwardBatch:
+    positions = np.concatenate(
+        [np.arange(last - n + 1, last + 1) for n, last in zip(counts, lasts, strict=True)]
+    )
+    return ForwardBatch(
+        token_ids=np.zeros(sum(counts), np.int32),
+        positions=positions.astype(np.int32),
+        kv_slots=np.zeros(sum(counts), np.int32),
+        qo_indptr=np.cumsum([0, *counts], dtype=np.int32),
+        kv_indptr=np.cumsum([0, *map(len, pages)], dtype=np.int32),
+        kv_page_ids=np.concatenate([np.array(ids, np.int32) for ids in pages]),
+        kv_last_page_len=np.array([last % page_size + 1 for last in lasts], np.int32),
+        sample_rows=np.zeros(0, np.int32),
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_equals_float64(pool: ops.Pool, case: Case) -> None:
+    np.testing.assert_allclose(run(pool, case), expected_rows(case), rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_do_not_depend_on_the_arrangement(pool: ops.Pool, case: Case) -> None:
+    whole = run(pool, case)
+    for page_size in (1, 64):
+        np.testing.assert_array_equal(run(pool, case, page_size=page_size, seed=9), whole)
+    for chunk in (1, 7, 32):
+        np.testing.assert_array_equal(run(pool, case, chunk=chunk, seed=chunk), whole)
+    np.testing.assert_array_equal(run(pool, case, order=[3, 5, 0, 4, 2, 1]), whole)
+
+
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_bits_do_not_depend_on_threads_or_company(pool: ops.Pool, case: Case) -> None:
+    whole = run(pool, case)
+    single = ops.Pool(1, instruction_set=pool.library.instruction_set)
+    np.testing.assert_array_equal(run(single, case), whole)
+    single.close()
+    for first in range(len(LENGTHS)):
+        alone = run(pool, case, order=[first])
+        start = sum(new for _, new in LENGTHS[:first])
+        np.testing.assert_array_equal(alone, whole[start : start + LENGTHS[first][1]])
+
+
+def test_a_nan_score_is_not_hidden(pool: ops.Pool) -> None:
+    case = Case(heads=1, groups=1, dim=16)
+    (q, k, v), *_ = Case(heads=1, groups=1, dim=16, lengths=((40, 1),)).tensors()
+    k[7] = np.nan
+    batch = batch_of([1], [39], [[0, 1, 2]], 16)
+    shape = (3, 16, case.groups, case.dim)
+    k_pages, v_pages = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    k_pages.reshape(48, 1, 16)[:40], v_pages.reshape(48, 1, 16)[:40] = k, v
+    assert np.isnan(pool.attention(batch, q, k_pages, v_pages)).all()
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("positions", [38, 48], "positions"),
+        ("positions", [-1, 39], "positions"),
+        ("kv_page_ids", [0, 1, 3], "kv_page_ids"),
+        ("kv_page_ids", [0, 1], "kv_indptr"),
+        ("kv_indptr", [0, 2], "kv_indptr"),
+        ("kv_indptr", [0, 0], "kv_indptr"),
+        ("qo_indptr", [0, 3], "qo_indptr"),
+        ("qo_indptr", [1, 2], "qo_indptr"),
+        ("kv_last_page_len", [0], "kv_last_page_len"),
+        ("kv_last_page_len", [17], "kv_last_page_len"),
+        ("kv_slots", [0, 48], "kv_slots"),
+        ("sample_rows", [2], "sample_rows"),
+    ],
+)
+def test_check_batch_names_the_bad_array(field: str, values: list[int], message: str) -> None:
+    batch = batch_of([2], [39], [[0, 1, 2]], 16)
+    ops.check_batch(batch, num_pages=3, page_size=16)
+    bad = replace(batch, **{field: np.array(values, np.int32)})
+    with pytest.raises(ValueError, match=message):
+        ops.check_batch(bad, num_pages=3, page_size=16)
+    with pytest.raises(ValueError, match=field):
+        ops.check_batch(
+            replace(batch, **{field: np.array(values, np.int64)}), num_pages=3, page_size=16
+        )

@@ -1,0 +1,110 @@
+"""The native library is compiled once, kept, and its absence is explained."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from palmette.kernels.cpu import build, ops
+from palmette.kernels.cpu.kv_pool import HostKVPool
+
+
+def function_returning(value: int) -> str:
+    visible = '__attribute__((visibility("default")))'
+    return f'extern "C" {visible} int one() {{ return {value}; }}\n'
+
+
+@pytest.fixture
+def small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    source = tmp_path / "csrc"
+    source.mkdir()
+    (source / "one.cpp").write_text(function_returning(1))
+    monkeypatch.setattr(build, "SOURCE_DIR", source)
+    return source
+
+
+def test_a_library_is_compiled_once_and_again_when_its_source_changes(
+    small_source: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    first = build.build.__wrapped__("portable", cache)
+    written = first.path.stat().st_mtime_ns
+    assert build.build.__wrapped__("portable", cache) == first
+    assert first.path.stat().st_mtime_ns == written
+    (small_source / "one.cpp").write_text(function_returning(2))
+    second = build.build.__wrapped__("portable", cache)
+    assert second.path != first.path
+    assert ctypes.CDLL(str(second.path)).one() == 2
+    assert "portable" in str(second)
+
+
+def test_a_source_that_does_not_compile_is_a_runtime_error(
+    small_source: Path, tmp_path: Path
+) -> None:
+    (small_source / "one.cpp").write_text("int one( {\n")
+    with pytest.raises(RuntimeError, match=r"(?s)ended with status.*one\.cpp:1"):
+        build.build.__wrapped__("portable", tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+
+
+def test_without_a_compiler_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"apt install g\+\+"):
+        build._compiler.__wrapped__()
+
+
+def test_an_instruction_set_that_does_not_run_here_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not run here"):
+        build.build("avx9000")
+
+
+def test_describe_names_the_instruction_set() -> None:
+    assert build.describe().startswith(build.instruction_sets()[0])
+
+
+def _child(queue: multiprocessing.Queue[str]) -> None:
+    try:
+        POOLS[0].exp(np.zeros(3, np.float32))
+    except RuntimeError as error:
+        queue.put(str(error))
+
+
+POOLS: list[ops.Pool] = []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork with threads: the point here
+def test_a_forked_child_gets_an_error_instead_of_hanging() -> None:
+    POOLS.append(ops.Pool(2))
+    context = multiprocessing.get_context("fork")
+    queue: multiprocessing.Queue[str] = context.Queue()
+    child = context.Process(target=_child, args=(queue,))
+    child.start()
+    assert "another process" in queue.get(timeout=30)
+    child.join(30)
+    assert child.exitcode == 0
+    POOLS.pop().close()
+
+
+def test_kv_pages_are_copied_and_carried() -> None:
+    pool = HostKVPool(num_layers=2, num_pages=6, page_size=4, num_kv_heads=3, head_dim=8)
+    assert (pool.num_pages, pool.page_size, pool.page_bytes) == (6, 4, 2 * 2 * 4 * 3 * 8 * 4)
+    pool.data[:] = np.random.default_rng(0).standard_normal(pool.data.shape)
+    before = pool.data.copy()
+    pool.copy([0, 1], [1, 5])
+    np.testing.assert_array_equal(pool.data[:, :, [1, 5]], before[:, :, [0, 1]])
+    data = pool.export([5, 2])
+    assert len(data) == 2 * pool.page_bytes
+    pool.import_([3, 4], data)
+    np.testing.assert_array_equal(pool.data[:, :, [3, 4]], before[:, :, [1, 2]])
+    with pytest.raises(ValueError, match="bytes for 1 pages"):
+        pool.import_([3], data)
+    with pytest.raises(ValueError, match="outside the pool"):
+        pool.copy([6], [0])
+    with pytest.raises(ValueError, match="1 source and 2 target"):
+        pool.copy([1], [0, 2])
