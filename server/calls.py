@@ -1,0 +1,243 @@
+"""One HTTP call that generates: its requests, what has come of them, and its end.
+
+    context.open(...)  -> Call          submitted; a watcher waits for the client to go away
+    call.next(...)     -> new Outputs   or CallEnded, when nobody waits any more
+    call.close()                        aborts what is unfinished; exactly one owner calls it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from palmette.runtime.request import (
+    ErrorInfo,
+    Finish,
+    Output,
+    Request,
+    TokenLogprob,
+    Usage,
+)
+
+from .errors import ApiError, from_engine
+from .remote_engine import AsyncEngine, CallEnded, OutputStream
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_DEADLINE_GRACE_S = 5.0  # the engine enforces the deadline; this is for one that does not answer
+
+
+@dataclass(slots=True)
+class Choice:
+    """Everything that one request has produced so far."""
+
+    request: Request
+    index: int  # position in the answer
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    usage: Usage = field(default_factory=Usage)
+    finish: Finish | None = None
+
+    @property
+    def text(self) -> str:
+        if len(self.texts) > 1:
+            self.texts = ["".join(self.texts)]
+        return self.texts[0] if self.texts else ""
+
+    def add(self, output: Output) -> None:
+        self.token_ids += output.token_ids
+        if output.text:
+            self.texts.append(output.text)
+        self.logprobs += output.logprobs
+        if output.prompt_logprobs:
+            self.prompt_logprobs = output.prompt_logprobs
+        self.usage = output.usage
+        self.finish = output.finish
+
+
+class Call:
+    """Requests that were submitted together, seen from the HTTP side."""
+
+    def __init__(
+        self,
+        call_id: str,
+        requests: Sequence[Request],
+        stream: OutputStream,
+        *,
+        names: Mapping[str, str],
+        timeout_s: float,
+        on_close: Callable[[Call], None],
+    ):
+        self.call_id = call_id
+        self.created = int(time.time())
+        self.started = time.monotonic()
+        self.first_output: float | None = None
+        self.choices = [Choice(request, i) for i, request in enumerate(requests)]
+        self._by_id = {choice.request.request_id: choice for choice in self.choices}
+        self._stream = stream
+        self._names = names
+        self._give_up = self.started + timeout_s + _DEADLINE_GRACE_S
+        self._on_close = on_close
+        self._watcher: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def duration_s(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def is_open(self) -> bool:
+        """True while a choice has not finished."""
+        return bool(self._stream.open_ids)
+
+    def watch(self, receive: Receive) -> None:
+        """End the call when the client goes away."""
+        self._watcher = asyncio.get_running_loop().create_task(_watch(receive, self._stream))
+
+    async def next(self, timeout_s: float | None = None) -> list[tuple[Choice, Output]]:
+        """New Outputs with their choices, already added; [] after the timeout or at the end.
+
+        Raises:
+            CallEnded: when the client is gone.
+            ApiError: when one of the requests ended in an error.
+        """
+        remaining = self._give_up - time.monotonic()
+        if remaining <= 0:
+            self._stream.fail(ErrorInfo(code="deadline", message="the request took too long"))
+        wait_s = remaining if timeout_s is None else min(timeout_s, remaining)
+        outputs = await self._stream.next(max(wait_s, 0.0))
+        if outputs and self.first_output is None:
+            self.first_output = time.monotonic()
+        result = []
+        for output in outputs:
+            if output.error is not None:
+                raise from_engine(output.error, self._names)
+            choice = self._by_id[output.request_id]
+            choice.add(output)
+            result.append((choice, output))
+        return result
+
+    async def collect(self) -> list[Choice]:
+        """Wait for the end of all choices."""
+        while self.is_open:
+            await self.next()
+        await self.next()
+        return self.choices
+
+    def fail(self, error: ErrorInfo) -> None:
+        """End what is unfinished with an error that its client gets."""
+        self._stream.fail(error)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._stream.close()
+        self._on_close(self)
+
+
+async def _watch(receive: Receive, stream: OutputStream) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    stream.end()
+
+
+class CallTable:
+    """All open calls, and the ids by which their owners may stop them."""
+
+    def __init__(self, engine: AsyncEngine, *, timeout_s: float):
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._calls: set[Call] = set()
+        self._by_rid: dict[tuple[str, str], list[str]] = {}  # (owner, rid) -> request ids
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.on_close: Callable[[Call], None] = lambda call: None
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no call is open; False when the time is up."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    @property
+    def num_open(self) -> int:
+        return len(self._calls)
+
+    def open(
+        self,
+        call_id: str,
+        requests: Sequence[Request],
+        *,
+        owner: str,
+        rids: Mapping[str, list[str]],
+        names: Mapping[str, str],
+        receive: Receive,
+    ) -> Call:
+        """Submit. `rids` maps the ids by which the client may stop them to request ids.
+
+        Ids are matched exactly, and only among the same owner's.
+
+        Raises:
+            ApiError: 409 when an id belongs to a request that still runs.
+            EngineUnavailable: when the engine cannot take requests.
+        """
+        for rid in rids:
+            if (owner, rid) in self._by_rid:
+                raise ApiError(
+                    409, "rid: a request with this id still runs", param="rid", code="duplicate_id"
+                )
+        entries = {(owner, rid): request_ids for rid, request_ids in rids.items()}
+        entries[owner, call_id] = [request.request_id for request in requests]
+
+        def forget(call: Call) -> None:
+            self._calls.discard(call)
+            if not self._calls:
+                self._idle.set()
+            for key in entries:
+                self._by_rid.pop(key, None)
+            self.on_close(call)
+
+        call = Call(
+            call_id,
+            requests,
+            self._engine.submit(requests),
+            names=names,
+            timeout_s=self._timeout_s,
+            on_close=forget,
+        )
+        self._calls.add(call)
+        self._idle.clear()
+        self._by_rid.update(entries)
+        call.watch(receive)
+        return call
+
+    def abort(self, owner: str, rid: str) -> bool:
+        """Stop by id; the client gets what there is, with the reason abort."""
+        request_ids = self._by_rid.get((owner, rid))
+        if request_ids is None:
+            return False
+        self._engine.abort(request_ids)
+        return True
+
+    def abort_all(self, owner: str) -> None:
+        """Stop everything of one owner."""
+        for (key_owner, _), request_ids in list(self._by_rid.items()):
+            if key_owner == owner:
+                self._engine.abort(request_ids)
+
+    def fail_all(self, error: ErrorInfo) -> None:
+        for call in list(self._calls):
+            call.fail(error)
+
+
+__all__ = ["Call", "CallEnded", "CallTable", "Choice"]

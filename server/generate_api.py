@@ -1,0 +1,298 @@
+"""/generate in SGLang's shape, for its frontend, router and benchmarks.
+
+Text in the stream is cumulative. Of a span of prompt log-probabilities the first is null, as in
+SGLang; `null_first_logprob: false` gives the number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request, Response
+
+from palmette.runtime.request import (
+    EngineInfo,
+    FinishReason,
+    LogprobOptions,
+    Output,
+    TokenLogprob,
+)
+
+from .auth import Owner
+from .calls import Call, Choice
+from .context import ServerContext, context_of, read_struct
+from .errors import invalid
+from .limits import (
+    GENERATE_NAMES,
+    Plan,
+    TokenIds,
+    check_num_choices,
+    check_priority,
+    generate_grammar,
+    generate_sampling,
+    new_call_id,
+    prompt_list,
+)
+from .openai_format import number
+from .respond import Chunk, json_response, stream_response
+from .schemas import GenerateBody, SamplingBody, to_struct
+from .text_service import TextService
+
+router = APIRouter()
+Value = TypeVar("Value")
+
+# Fields that would change the answer; what they ask for is not there, so they are not ignored.
+_UNSUPPORTED = (
+    "image_data",
+    "video_data",
+    "audio_data",
+    "input_embeds",
+    "lora_path",
+    "custom_logit_processor",
+    "token_ids_logprob",
+    "return_hidden_states",
+    "session_params",
+    "bootstrap_room",
+)
+
+
+@router.api_route("/generate", methods=["POST", "PUT"])
+async def generate(request: Request) -> Response:
+    context, owner = context_of(request), request.state.owner
+    body = await read_struct(request, GenerateBody, strict_fields=False)
+    context.check_accepting()
+    info = context.info
+    for name in _UNSUPPORTED:
+        if getattr(body, name) not in (None, False, "", [], {}):
+            raise invalid(f"{name}: is not supported by this server", name)
+    items, is_batch = _prompts(body, info)
+    samplings = _samplings(body, len(items), info)
+    prompts = [
+        await context.text.encode(item, info, parse_special=body.parse_special)
+        if isinstance(item, str)
+        else item
+        for item in items
+    ]
+    plans = _plans(context, owner, body, samplings, prompts)
+    call = context.open_call(
+        request,
+        owner,
+        new_call_id("gen"),
+        prompts,
+        plans,
+        rids=_rids(body.rid, len(items)),
+        names=GENERATE_NAMES,
+    )
+    formatted = GenerateFormat(context, body, call, plans, is_batch or plans[0].n > 1)
+    if body.stream:
+        return await stream_response(call, formatted, context.config)
+    return await json_response(call, formatted)
+
+
+def _prompts(body: GenerateBody, info: EngineInfo) -> tuple[list[str | TokenIds], bool]:
+    if (body.text is None) == (body.input_ids is None):
+        raise invalid("text: give either text or input_ids", "text")
+    if body.text is not None:
+        return prompt_list(body.text, "text", info.limits)
+    return prompt_list(body.input_ids, "input_ids", info.limits)
+
+
+def _samplings(body: GenerateBody, num_prompts: int, info: EngineInfo) -> list[SamplingBody]:
+    given = body.sampling_params
+    where = "sampling_params"
+    if not isinstance(given, list):
+        sampling = to_struct(given, SamplingBody, strict_fields=False, where=where)
+        check_num_choices(num_prompts, sampling.n, info.limits)
+        return [sampling] * num_prompts
+    if len(given) != num_prompts:
+        raise invalid(f"{where}: {len(given)} entries for {num_prompts} prompts", where)
+    samplings = [
+        to_struct(item, SamplingBody, strict_fields=False, where=f"{where}[{i}]")
+        for i, item in enumerate(given)
+    ]
+    check_num_choices(num_prompts, max(s.n for s in samplings), info.limits)
+    return samplings
+
+
+def _plans(
+    context: ServerContext,
+    owner: Owner,
+    body: GenerateBody,
+    samplings: Sequence[SamplingBody],
+    prompts: Sequence[TokenIds],
+) -> list[Plan]:
+    count = len(prompts)
+    wanted = _per_prompt(body.return_logprob, count, "return_logprob")
+    starts = _per_prompt(body.logprob_start_len, count, "logprob_start_len")
+    tops = _per_prompt(body.top_logprobs_num, count, "top_logprobs_num")
+    namespace = context.namespace(owner, extra_key=body.extra_key, cache_salt=body.cache_salt)
+    priority = check_priority(body.priority)
+    plans = []
+    for i, sampling in enumerate(samplings):
+        options = LogprobOptions()
+        if wanted[i]:
+            start = _prompt_start(starts[i], sampling, len(prompts[i]))
+            options = LogprobOptions(output=True, num_top=tops[i], prompt_start=start)
+        plans.append(
+            Plan(
+                sampling=generate_sampling(sampling, context.info),
+                grammar=generate_grammar(sampling, context.info.limits),
+                logprobs=options,
+                n=sampling.n,
+                namespace=namespace,
+                priority=priority,
+                deadline_s=context.config.request_timeout_s,
+            )
+        )
+    return plans
+
+
+def _prompt_start(start: int, sampling: SamplingBody, num_prompt: int) -> int | None:
+    """Where prompt log-probabilities begin; a request that only scores gets all of them."""
+    if start == -1:
+        return 0 if sampling.max_new_tokens == 0 else None
+    if not 0 <= start < num_prompt:
+        raise invalid(
+            f"logprob_start_len: {start} is out of range; it must be -1 or 0..{num_prompt - 1}",
+            "logprob_start_len",
+        )
+    return start
+
+
+def _per_prompt(value: Value | list[Value], count: int, name: str) -> list[Value]:
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise invalid(f"{name}: {len(value)} entries for {count} prompts", name)
+    return value
+
+
+def _rids(rid: str | list[str] | None, count: int) -> list[str]:
+    if rid is None:
+        return []
+    if isinstance(rid, str):
+        return [rid]
+    if len(rid) != count:
+        raise invalid(f"rid: {len(rid)} entries for {count} prompts", "rid")
+    return rid
+
+
+@dataclass(slots=True)
+class GenerateFormat:
+    """SGLang's answers: an object, or a list of them for a batch or several choices."""
+
+    context: ServerContext
+    body: GenerateBody
+    call: Call
+    plans: Sequence[Plan]
+    is_list: bool
+
+    def whole(self, choices: Sequence[Choice]) -> Any:
+        answers = [self._answer(choice) for choice in choices]
+        return answers if self.is_list else answers[0]
+
+    def begin(self) -> Iterable[Chunk]:
+        return ()
+
+    def chunks(self, choice: Choice, output: Output) -> Iterable[Chunk]:
+        answer = self._answer(choice)
+        if self.is_list:
+            answer["index"] = choice.index
+        yield answer
+
+    def end(self) -> Iterable[Chunk]:
+        return ()
+
+    def _answer(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "text": choice.text,
+            "output_ids": list(choice.token_ids),
+            "meta_info": self._meta_info(choice),
+        }
+
+    def _meta_info(self, choice: Choice) -> dict[str, Any]:
+        usage = choice.usage
+        meta: dict[str, Any] = {
+            "id": self._rid(choice),
+            "finish_reason": _finish(choice),
+            "prompt_tokens": len(choice.request.prompt_ids),
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "reasoning_tokens": 0,
+            "weight_version": "default",
+            "num_retractions": usage.num_preemptions,
+            "e2e_latency": time.monotonic() - self.call.started,
+            "computed_tokens": usage.computed_tokens,
+            "shared_tokens": usage.shared_tokens,
+            "recomputed_tokens": usage.recomputed_tokens,
+            "miss_reason": usage.miss_reason,
+        }
+        options = choice.request.logprobs
+        if options.output:
+            tables = LogprobTables(
+                self.context.text, self.context.info, self.body.return_text_in_logprobs
+            )
+            meta |= tables.outputs(choice.logprobs, options.num_top)
+            meta |= tables.inputs(choice, options, self.body.null_first_logprob)
+        return meta
+
+    def _rid(self, choice: Choice) -> str:
+        rid = self.body.rid
+        if isinstance(rid, str):
+            return rid
+        if rid is None:
+            return choice.request.request_id
+        position = sum(c.request.choice_index == 0 for c in self.call.choices[: choice.index + 1])
+        return rid[position - 1]
+
+
+class LogprobTables:
+    """SGLang's tables: [log-probability, token id, text or null] per token."""
+
+    def __init__(self, text: TextService, info: EngineInfo, with_text: bool):
+        self._text = text
+        self._info = info
+        self._with_text = with_text
+
+    def outputs(self, logprobs: Sequence[TokenLogprob], num_top: int) -> dict[str, Any]:
+        tables: dict[str, Any] = {
+            "output_token_logprobs": [self._row(i.logprob, i.token_id) for i in logprobs]
+        }
+        if num_top:
+            tables["output_top_logprobs"] = [self._top(item) for item in logprobs]
+        return tables
+
+    def inputs(self, choice: Choice, options: LogprobOptions, null_first: bool) -> dict[str, Any]:
+        scored = choice.prompt_logprobs
+        rows = [self._row(item.logprob, item.token_id) for item in scored]
+        tops: list[Any] = [self._top(item) for item in scored]
+        if rows and null_first:
+            rows[0][0] = None
+            tops[0] = None
+        tables: dict[str, Any] = {"input_token_logprobs": rows}
+        if options.num_top:
+            tables["input_top_logprobs"] = tops
+        return tables
+
+    def _row(self, logprob: float | None, token_id: int) -> list[Any]:
+        text = self._text.token_text(token_id, self._info) if self._with_text else None
+        return [number(logprob), token_id, text]
+
+    def _top(self, item: TokenLogprob) -> list[list[Any]] | None:
+        if item.logprob is None:
+            return None
+        return [self._row(value, token_id) for token_id, value in item.top]
+
+
+def _finish(choice: Choice) -> dict[str, Any] | None:
+    finish = choice.finish
+    if finish is None:
+        return None
+    if finish.reason is FinishReason.STOP:
+        return {"type": "stop", "matched": finish.matched}
+    if finish.reason is FinishReason.LENGTH:
+        return {"type": "length", "length": len(choice.token_ids)}
+    return {"type": "abort", "message": "the request was aborted", "status_code": None}

@@ -1,0 +1,418 @@
+"""From the wire to a `Request`: the one place where a client's values are judged.
+
+Routes call `openai_sampling`, `generate_sampling`, `grammar`, ... and at last `make_requests`,
+which puts every request through `runtime.request.check_request`, the engine's own rule. Whatever
+passes here is served; whatever does not is a 400 that names field, value and limit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from palmette.constrained.spec import GrammarKind, GrammarSpec, Whitespace
+from palmette.runtime.request import (
+    EngineInfo,
+    Limits,
+    LogprobOptions,
+    Request,
+    RequestError,
+    SamplingParams,
+    check_request,
+)
+
+from .errors import ApiError, from_request_error, invalid
+from .schemas import (
+    ChatBody,
+    CompletionBody,
+    JsonSchemaFormat,
+    OpenAIBody,
+    SamplingBody,
+    printable,
+    to_struct,
+)
+
+TokenIds = tuple[int, ...]
+_SALT = re.compile(r"[A-Za-z0-9._:@+=/-]+")
+_RID = re.compile(r"[\x21-\x7e]+")
+MAX_PRIORITY = 2**31 - 1
+
+# our field -> the route's
+COMPLETION_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "top_logprobs": "logprobs",
+}
+CHAT_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "prompt": "messages",
+    "grammar": "response_format",
+}
+GENERATE_NAMES = {
+    "prompt": "input_ids",
+    "seed": "sampling_seed",
+    "top_logprobs": "top_logprobs_num",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to run for one prompt, but for its token ids."""
+
+    sampling: SamplingParams
+    grammar: GrammarSpec | None = None
+    logprobs: LogprobOptions = field(default_factory=LogprobOptions)
+    n: int = 1
+    namespace: tuple[str, ...] = ()
+    priority: int = 0
+    deadline_s: float | None = None
+
+
+def make_requests(
+    call_id: str,
+    prompts: Sequence[TokenIds],
+    plans: Sequence[Plan],
+    info: EngineInfo,
+    names: Mapping[str, str],
+) -> list[Request]:
+    """One request per choice, the choices of a prompt next to each other.
+
+    Raises:
+        ApiError: 400 when one of them is beyond what the engine can do.
+    """
+    check_num_choices(len(prompts), max((plan.n for plan in plans), default=1), info.limits)
+    requests: list[Request] = []
+    for prompt, plan in zip(prompts, plans, strict=True):
+        for choice_index in range(plan.n):
+            request = Request(
+                request_id=f"{call_id}-{len(requests)}",
+                prompt_ids=prompt,
+                sampling=plan.sampling,
+                grammar=plan.grammar,
+                logprobs=plan.logprobs,
+                choice_index=choice_index,
+                namespace=plan.namespace,
+                priority=plan.priority,
+                deadline_s=plan.deadline_s,
+            )
+            if choice_index == 0:
+                try:
+                    check_request(request, info)
+                except RequestError as error:
+                    raise from_request_error(error, names) from None
+            requests.append(request)
+    return requests
+
+
+def new_call_id(prefix: str) -> str:
+    """A server-made id: clients cannot choose or guess one."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+# Counts and names
+
+
+def check_num_choices(num_prompts: int, n: int, limits: Limits) -> None:
+    """Judge prompts x n before anything is copied n times."""
+    if n < 1:
+        raise invalid(f"n: {n} is out of range; it must be >= 1", "n")
+    if num_prompts * n > limits.max_choices:
+        product = f"{num_prompts} prompts x n {n}" if num_prompts > 1 else f"n {n}"
+        raise invalid(
+            f"n: {product} is {num_prompts * n} choices in one request; "
+            f"the limit is {limits.max_choices}",
+            "n",
+        )
+
+
+def check_model(name: str, info: EngineInfo) -> None:
+    if name not in ("", "default", info.model):
+        raise ApiError(
+            404,
+            f"model: {printable(name)!r} is not served here; this server has {info.model!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def salt(value: str, tag: str, max_length: int) -> tuple[str, ...]:
+    """The namespace part of a client's salt; tagged, so that no two kinds can meet."""
+    if not value:
+        return ()
+    if len(value) > max_length or not _SALT.fullmatch(value):
+        raise invalid(
+            f"{tag}: must be 1 to {max_length} characters of A-Z a-z 0-9 and . _ : @ + = / -", tag
+        )
+    return (tag, value)
+
+
+def check_rid(value: str, max_length: int) -> str:
+    if not _RID.fullmatch(value) or len(value) > max_length:
+        raise invalid(f"rid: must be 1 to {max_length} printable ASCII characters", "rid")
+    return value
+
+
+def check_priority(value: int) -> int:
+    if abs(value) > MAX_PRIORITY:
+        raise invalid(
+            f"priority: {value} is out of range; it must be within +-{MAX_PRIORITY}", "priority"
+        )
+    return value
+
+
+def token_ids(value: Sequence[object], name: str) -> TokenIds:
+    """A list of JSON values as token ids; ranges are judged by `check_request`."""
+    for position, item in enumerate(value):
+        if type(item) is not int:
+            raise invalid(f"{name}[{position}]: expected a token id, an int", name, "invalid_type")
+        if not 0 <= item < 2**31:
+            raise invalid(f"{name}[{position}]: {item} is not a token id", name)
+    return tuple(value)  # type: ignore[arg-type]  # every item is an int, see above
+
+
+def prompt_list(value: object, name: str, limits: Limits) -> tuple[list[str | TokenIds], bool]:
+    """A prompt field as a list of texts or ids, and whether it was a batch."""
+    if isinstance(value, str):
+        return [value], False
+    if not isinstance(value, list) or not value:
+        raise invalid(f"{name}: expected a text, a list of texts, ids or lists of ids", name)
+    if all(isinstance(item, str) for item in value):
+        check_num_choices(len(value), 1, limits)
+        return list(value), True
+    if all(isinstance(item, list) for item in value):
+        check_num_choices(len(value), 1, limits)
+        return [token_ids(item, f"{name}[{i}]") for i, item in enumerate(value)], True
+    return [token_ids(value, name)], False
+
+
+# Sampling
+
+
+def openai_sampling(
+    body: OpenAIBody,
+    max_tokens: int | None,
+    info: EngineInfo,
+    names: Mapping[str, str],
+) -> SamplingParams:
+    """Raises ApiError 400 on any value outside its range."""
+    if body.stop and not body.detokenize:
+        raise invalid("stop: stop strings need detokenize to be true", "stop")
+    try:
+        return SamplingParams(
+            max_new_tokens=max_tokens,
+            min_new_tokens=_min_tokens(body.min_tokens, max_tokens, info),
+            temperature=body.temperature,
+            top_k=_top_k(body.top_k, info),
+            top_p=body.top_p,
+            min_p=body.min_p,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=_logit_bias(body.logit_bias, info.limits),
+            seed=body.seed,
+            stop=_stop(body.stop),
+            stop_token_ids=token_ids(body.stop_token_ids, "stop_token_ids"),
+            ignore_eos=body.ignore_eos,
+            skip_special_tokens=body.skip_special_tokens,
+            no_stop_trim=body.no_stop_trim,
+        )
+    except RequestError as error:
+        raise from_request_error(error, names) from None
+
+
+def generate_sampling(body: SamplingBody, info: EngineInfo) -> SamplingParams:
+    """Raises ApiError 400 on any value outside its range, or that would not be obeyed."""
+    if body.stop_regex:
+        raise invalid("stop_regex: is not supported; use stop or regex", "stop_regex")
+    if body.beam_width != 1:
+        raise invalid("beam_width: is not supported; use n", "beam_width")
+    if body.custom_params:
+        raise invalid("custom_params: is not supported", "custom_params")
+    seed = body.sampling_seed if body.sampling_seed is not None else body.seed
+    try:
+        return SamplingParams(
+            max_new_tokens=body.max_new_tokens,
+            min_new_tokens=_min_tokens(body.min_new_tokens, body.max_new_tokens, info),
+            temperature=body.temperature,
+            top_k=_top_k(body.top_k, info),
+            top_p=body.top_p,
+            min_p=body.min_p,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=_logit_bias(body.logit_bias, info.limits),
+            seed=seed,
+            stop=_stop(body.stop),
+            stop_token_ids=token_ids(body.stop_token_ids, "stop_token_ids"),
+            ignore_eos=body.ignore_eos,
+            skip_special_tokens=body.skip_special_tokens,
+            no_stop_trim=body.no_stop_trim,
+        )
+    except RequestError as error:
+        raise from_request_error(error, GENERATE_NAMES) from None
+
+
+def _min_tokens(min_tokens: int, max_tokens: int | None, info: EngineInfo) -> int:
+    if max_tokens is None and min_tokens >= info.context_length:
+        raise RequestError(
+            f"min_new_tokens: {min_tokens} is out of range; "
+            f"the context is {info.context_length} tokens",
+            field="min_new_tokens",
+        )
+    return min_tokens
+
+
+def _top_k(value: int, info: EngineInfo) -> int:
+    """More than the vocabulary is the same as the vocabulary."""
+    return min(value, info.vocab_size)
+
+
+def _stop(value: str | list[str]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,) if value else ()
+    return tuple(value)
+
+
+def _logit_bias(value: Mapping[str, float], limits: Limits) -> tuple[tuple[int, float], ...]:
+    if len(value) > limits.max_logit_bias:
+        raise RequestError(
+            f"logit_bias: {len(value)} entries; the limit is {limits.max_logit_bias}",
+            field="logit_bias",
+        )
+    pairs = []
+    for key, bias in value.items():
+        if not re.fullmatch(r"[0-9]{1,10}", key):
+            raise RequestError(
+                f"logit_bias[{printable(key)}]: the key must be a token id",
+                field=f"logit_bias[{printable(key)}]",
+            )
+        pairs.append((int(key), bias))
+    return tuple(pairs)
+
+
+# Log-probabilities
+
+
+def completion_logprobs(body: CompletionBody) -> LogprobOptions:
+    if body.logprobs is None:
+        return LogprobOptions()
+    return LogprobOptions(
+        output=True, num_top=body.logprobs, prompt_start=0 if body.echo else None
+    )
+
+
+def chat_logprobs(body: ChatBody) -> LogprobOptions:
+    if body.top_logprobs is None:
+        return LogprobOptions(output=body.logprobs)
+    if not body.logprobs:
+        raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
+    return LogprobOptions(output=True, num_top=body.top_logprobs)
+
+
+# Grammars
+
+
+def grammar(constraints: Mapping[str, GrammarSpec | None], limits: Limits) -> GrammarSpec | None:
+    """The one constraint that was given; `constraints` maps a field to its grammar."""
+    given = {name: spec for name, spec in constraints.items() if spec is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        names = " and ".join(given)
+        raise invalid(f"{names}: only one constraint can be enforced", next(iter(given)))
+    [(name, spec)] = given.items()
+    num_bytes = len(spec.source.encode())
+    if num_bytes > limits.max_grammar_bytes:
+        raise invalid(
+            f"{name}: {num_bytes} bytes; the limit is {limits.max_grammar_bytes}", name, "grammar"
+        )
+    if not spec.source and spec.kind is not GrammarKind.JSON_OBJECT:
+        raise invalid(f"{name}: is empty", name, "grammar")
+    return spec
+
+
+def openai_constraints(body: OpenAIBody) -> dict[str, GrammarSpec | None]:
+    return {
+        "response_format": response_format(body.response_format),
+        "regex": _spec(GrammarKind.REGEX, body.regex),
+        "ebnf": _spec(GrammarKind.EBNF, body.ebnf),
+    }
+
+
+def generate_grammar(body: SamplingBody, limits: Limits) -> GrammarSpec | None:
+    try:
+        whitespace = Whitespace(body.whitespace)
+    except ValueError:
+        allowed = ", ".join(Whitespace)
+        raise invalid(f"whitespace: must be one of {allowed}", "whitespace") from None
+    choice = None if body.choice is None else json.dumps(body.choice, ensure_ascii=False)
+    specs = {
+        "json_schema": json_schema(body.json_schema, "json_schema", whitespace),
+        "regex": _spec(GrammarKind.REGEX, body.regex),
+        "ebnf": _spec(GrammarKind.EBNF, body.ebnf),
+        "lark": _spec(GrammarKind.LARK, body.lark),
+        "choice": _spec(GrammarKind.CHOICE, choice),
+        "structural_tag": _spec(
+            GrammarKind.STRUCTURAL_TAG, _json_text(body.structural_tag, "structural_tag")
+        ),
+    }
+    return grammar(specs, limits)
+
+
+def response_format(value: dict[str, Any]) -> GrammarSpec | None:
+    """OpenAI's response_format; the types text, json_object, json_schema and structural_tag."""
+    name = "response_format"
+    if not value:
+        return None
+    kind = value.get("type")
+    if kind == "structural_tag":
+        return GrammarSpec(kind=GrammarKind.STRUCTURAL_TAG, source=_json_text(value, name) or "")
+    allowed = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    unknown = sorted(k for k, v in value.items() if k not in allowed and v is not None)
+    if kind not in ("text", "json_object", "json_schema"):
+        raise invalid(
+            f"{name}.type: must be text, json_object, json_schema or structural_tag",
+            f"{name}.type",
+        )
+    if unknown:
+        path = f"{name}.{printable(unknown[0])}"
+        raise invalid(f"{path}: is not a known field of type {kind}", path, "unknown_field")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return GrammarSpec(kind=GrammarKind.JSON_OBJECT)
+    path = f"{name}.json_schema"
+    described = to_struct(
+        value.get("json_schema"), JsonSchemaFormat, strict_fields=True, where=path
+    )
+    if described.schema is None:
+        raise invalid(f"{path}.schema: is required", f"{path}.schema", "invalid_type")
+    return json_schema(described.schema, f"{path}.schema", Whitespace.BOUNDED)
+
+
+def json_schema(value: object, name: str, whitespace: Whitespace) -> GrammarSpec | None:
+    """A schema as text or as JSON; SGLang's $$ANY$$ is any object."""
+    if value == "$$ANY$$":
+        return GrammarSpec(kind=GrammarKind.JSON_OBJECT, whitespace=whitespace)
+    text = _json_text(value, name)
+    if text is None:
+        return None
+    return GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=text, whitespace=whitespace)
+
+
+def _json_text(value: object, name: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise invalid(f"{name}: is nested too deep", name, "grammar") from None
+
+
+def _spec(kind: GrammarKind, source: str | None) -> GrammarSpec | None:
+    return None if source is None else GrammarSpec(kind=kind, source=source)

@@ -1,0 +1,206 @@
+"""The answers of /v1/chat/completions and /v1/completions, whole and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from palmette.runtime.request import Output, TokenLogprob
+
+from .calls import Call, Choice
+from .context import ServerContext
+from .openai_format import LogprobFormat, finish_reason, usage
+from .respond import Chunk
+from .schemas import ChatBody, CompletionBody, OpenAIBody
+from .tools import ToolMode, forced_call, tool_call
+
+
+class _Answers:
+    """The envelope of both routes."""
+
+    whole_kind = ""
+    chunk_kind = ""
+
+    def __init__(self, context: ServerContext, body: OpenAIBody, call: Call):
+        options = body.stream_options
+        self._wants_usage = options is not None and bool(options.include_usage)
+        self._model = context.info.model
+        self._logprobs = LogprobFormat(context.text, context.info)
+        self._call = call
+        self._detokenize = body.detokenize
+        self._return_ids = body.return_token_ids
+
+    def begin(self) -> Iterable[Chunk]:
+        return ()
+
+    def end(self) -> Iterable[Chunk]:
+        if self._wants_usage:
+            chunk = self._envelope(self.chunk_kind, [])
+            chunk["usage"] = usage(self._call.choices)
+            yield chunk
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._call.call_id,
+            "object": kind,
+            "created": self._call.created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        answer = self._envelope(self.whole_kind, choices)
+        answer["usage"] = usage(self._call.choices)
+        return answer
+
+    def _chunk(self, choice: dict[str, Any]) -> Chunk:
+        chunk = self._envelope(self.chunk_kind, [choice])
+        if self._wants_usage:
+            chunk["usage"] = None  # OpenAI's: null in every chunk but the last
+        return chunk
+
+    def _text(self, text: str) -> str:
+        return text if self._detokenize else ""
+
+    def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(token_ids)} if self._return_ids else {}
+
+
+class ChatFormat(_Answers):
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, context: ServerContext, body: ChatBody, call: Call, mode: ToolMode):
+        super().__init__(context, body, call)
+        self._wants_logprobs = body.logprobs
+        self._mode = mode
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        return self._whole([self._choice(choice) for choice in choices])
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self._text(choice.text)}
+        reason = finish_reason(choice.finish)
+        called = forced_call(choice.text, self._mode) if self._mode.is_forced else None
+        if called is not None:
+            message |= {"content": None, "tool_calls": [called]}
+            reason = "tool_calls" if reason == "stop" else reason
+        message["refusal"] = None
+        logprobs = self._logprobs.chat(choice.logprobs) if self._wants_logprobs else None
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            **self._ids(choice.token_ids),
+        }
+
+    def begin(self) -> Iterable[Chunk]:
+        for choice in self._call.choices:
+            delta: dict[str, Any] = {"role": "assistant", "content": ""}
+            if self._mode.name is not None:
+                called = tool_call(self._mode.name, "")
+                delta |= {"content": None, "tool_calls": [{"index": 0, **called}]}
+            yield self._delta(choice, delta)
+
+    def chunks(self, choice: Choice, output: Output) -> Iterable[Chunk]:
+        text = self._text(output.text)
+        if self._mode.is_forced:
+            delta, content = self._tool_delta(choice, output), ()
+        else:
+            delta, content = ({"content": text} if text else {}), output.logprobs
+        if delta or (self._wants_logprobs and content) or (self._return_ids and output.token_ids):
+            yield self._delta(choice, delta or {"content": ""}, content, output.token_ids)
+        if output.finish is not None:
+            reason = finish_reason(output.finish)
+            if self._mode.is_forced and reason == "stop":
+                reason = "tool_calls"
+            chunk = self._delta(choice, {})
+            chunk["choices"][0]["finish_reason"] = reason
+            yield chunk
+
+    def _tool_delta(self, choice: Choice, output: Output) -> dict[str, Any]:
+        """Arguments as they come when the tool is known; else the whole call at the end."""
+        if self._mode.name is not None:
+            part = {"index": 0, "function": {"arguments": output.text}}
+            return {"tool_calls": [part]} if output.text else {}
+        if output.finish is None:
+            return {}
+        called = forced_call(choice.text, self._mode)
+        if called is None:
+            return {"content": choice.text}
+        return {"tool_calls": [{"index": 0, **called}]}
+
+    def _delta(
+        self,
+        choice: Choice,
+        delta: dict[str, Any],
+        logprobs: Sequence[TokenLogprob] = (),
+        token_ids: Sequence[int] = (),
+    ) -> Chunk:
+        wanted = self._wants_logprobs and logprobs
+        return self._chunk(
+            {
+                "index": choice.index,
+                "delta": delta,
+                "logprobs": self._logprobs.chat(logprobs) if wanted else None,
+                "finish_reason": None,
+                **(self._ids(token_ids) if token_ids else {}),
+            }
+        )
+
+
+class CompletionFormat(_Answers):
+    whole_kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(
+        self, context: ServerContext, body: CompletionBody, call: Call, echoed: Sequence[str]
+    ):
+        """`echoed`: the text in front of each choice, empty without echo."""
+        super().__init__(context, body, call)
+        self._wants_logprobs = body.logprobs is not None
+        self._echoed = echoed
+        self._offsets = [0] * len(echoed)
+        self._begun = [False] * len(echoed)
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        answers = []
+        for choice in choices:
+            logprobs = None
+            if self._wants_logprobs:
+                scored = [*choice.prompt_logprobs, *choice.logprobs]
+                logprobs = self._logprobs.completion(scored)
+            answers.append(
+                {
+                    "index": choice.index,
+                    "text": self._echoed[choice.index] + self._text(choice.text),
+                    "logprobs": logprobs,
+                    "finish_reason": finish_reason(choice.finish),
+                    **self._ids(choice.token_ids),
+                }
+            )
+        return self._whole(answers)
+
+    def chunks(self, choice: Choice, output: Output) -> Iterable[Chunk]:
+        text = self._text(output.text)
+        if not self._begun[choice.index]:
+            self._begun[choice.index] = True
+            text = self._echoed[choice.index] + text
+        scored = [*output.prompt_logprobs, *output.logprobs] if self._wants_logprobs else []
+        ids = self._return_ids and output.token_ids
+        if not (text or scored or ids or output.finish is not None):
+            return
+        logprobs = None
+        if scored:
+            logprobs = self._logprobs.completion(scored, self._offsets[choice.index])
+            self._offsets[choice.index] += self._logprobs.length(scored)
+        yield self._chunk(
+            {
+                "index": choice.index,
+                "text": text,
+                "logprobs": logprobs,
+                "finish_reason": finish_reason(output.finish),
+                **(self._ids(output.token_ids) if ids else {}),
+            }
+        )

@@ -1,0 +1,158 @@
+"""/v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from .auth import Owner
+from .calls import Call
+from .context import ServerContext, context_of, read_struct
+from .errors import invalid
+from .limits import (
+    CHAT_NAMES,
+    COMPLETION_NAMES,
+    Plan,
+    TokenIds,
+    chat_logprobs,
+    check_model,
+    check_num_choices,
+    check_priority,
+    completion_logprobs,
+    grammar,
+    new_call_id,
+    openai_constraints,
+    openai_sampling,
+    prompt_list,
+)
+from .messages import check_messages, check_template_options, check_tools
+from .openai_answers import ChatFormat, CompletionFormat
+from .respond import OutputFormat, json_response, stream_response
+from .schemas import ChatBody, CompletionBody, OpenAIBody
+from .tools import tool_mode
+
+router = APIRouter()
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    context, owner = context_of(request), request.state.owner
+    body = await read_struct(request, ChatBody, strict_fields=True)
+    info = context.info
+    _check_common(body, context)
+    check_messages(body.messages, context.config.max_messages)
+    kwargs = check_template_options(body)
+    mode = tool_mode(check_tools(body.tools, context.config.max_tools), body.tool_choice)
+    constraints = openai_constraints(body)
+    constraints["tool_choice"] = mode.grammar
+    plan = Plan(
+        sampling=openai_sampling(body, _chat_max_tokens(body), info, CHAT_NAMES),
+        grammar=grammar(constraints, info.limits),
+        logprobs=chat_logprobs(body),
+        n=body.n,
+        namespace=context.namespace(owner, cache_salt=body.cache_salt),
+        priority=check_priority(body.priority),
+        deadline_s=context.config.request_timeout_s,
+    )
+    if body.continue_final_message:
+        raise invalid("continue_final_message: is not supported", "continue_final_message")
+    prompt = await context.text.encode_chat(
+        body.messages,
+        info,
+        tools=list(mode.shown),
+        kwargs=kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+    )
+    call = _open(context, request, owner, "chatcmpl", body, [prompt], [plan], CHAT_NAMES)
+    return await _respond(call, ChatFormat(context, body, call, mode), body, context)
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    context, owner = context_of(request), request.state.owner
+    body = await read_struct(request, CompletionBody, strict_fields=True)
+    info = context.info
+    _check_common(body, context)
+    if body.suffix:
+        raise invalid("suffix: is not supported", "suffix")
+    if body.best_of is not None and body.best_of != body.n:
+        raise invalid("best_of: is not supported; use n", "best_of")
+    items, _ = prompt_list(body.prompt, "prompt", info.limits)
+    check_num_choices(len(items), body.n, info.limits)
+    max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    plan = Plan(
+        sampling=openai_sampling(body, max_tokens, info, COMPLETION_NAMES),
+        grammar=grammar(openai_constraints(body), info.limits),
+        logprobs=completion_logprobs(body),
+        n=body.n,
+        namespace=context.namespace(owner, cache_salt=body.cache_salt),
+        priority=check_priority(body.priority),
+        deadline_s=context.config.request_timeout_s,
+    )
+    prompts: list[TokenIds] = []
+    for item in items:
+        prompts.append(
+            await context.text.encode(item, info, parse_special=body.parse_special)
+            if isinstance(item, str)
+            else item
+        )
+    plans = [plan] * len(prompts)
+    echoed = [_echo(context, body, item) for item in items for _ in range(body.n)]
+    call = _open(context, request, owner, "cmpl", body, prompts, plans, COMPLETION_NAMES)
+    return await _respond(call, CompletionFormat(context, body, call, echoed), body, context)
+
+
+def _echo(context: ServerContext, body: CompletionBody, item: str | TokenIds) -> str:
+    if not body.echo:
+        return ""
+    return item if isinstance(item, str) else context.text.decode(item)
+
+
+def _check_common(body: OpenAIBody, context: ServerContext) -> None:
+    context.check_accepting()
+    check_model(body.model, context.info)
+    check_num_choices(1, body.n, context.info.limits)
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options: needs stream to be true", "stream_options")
+    if body.rid is not None and body.request_id not in (None, body.rid):
+        raise invalid("request_id: is another name of rid; give one", "request_id")
+
+
+def _chat_max_tokens(body: ChatBody) -> int | None:
+    if body.max_completion_tokens is None:
+        return body.max_tokens
+    if body.max_tokens not in (None, body.max_completion_tokens):
+        raise invalid(
+            "max_tokens: differs from max_completion_tokens; give one of them", "max_tokens"
+        )
+    return body.max_completion_tokens
+
+
+def _open(
+    context: ServerContext,
+    request: Request,
+    owner: Owner,
+    prefix: str,
+    body: OpenAIBody,
+    prompts: list[TokenIds],
+    plans: list[Plan],
+    names: dict[str, str],
+) -> Call:
+    rid = body.rid if body.rid is not None else body.request_id
+    return context.open_call(
+        request,
+        owner,
+        new_call_id(prefix),
+        prompts,
+        plans,
+        rids=[] if rid is None else [rid],
+        names=names,
+    )
+
+
+async def _respond(
+    call: Call, formatted: OutputFormat, body: OpenAIBody, context: ServerContext
+) -> Response:
+    if body.stream:
+        return await stream_response(call, formatted, context.config)
+    return await json_response(call, formatted)

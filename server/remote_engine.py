@@ -1,0 +1,417 @@
+"""The asyncio side of the engine process.
+
+One reader callback takes the frames of a step and hands each Output to the queue of its call;
+handing over never waits for a slow client. When the engine dies, every call that is open and
+every later one hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from palmette.runtime.config import EngineConfig
+from palmette.runtime.metrics import EngineStats
+from palmette.runtime.request import (
+    EngineInfo,
+    ErrorInfo,
+    Finish,
+    FinishReason,
+    Output,
+    Request,
+)
+
+from . import transport as frames
+from .transport import FromEngine, ToEngine, Transport, TransportClosed, server_end
+
+log = logging.getLogger("palmette.server")
+
+ENGINE_COMMAND = (sys.executable, "-m", "palmette.server.engine_process")
+_PING_INTERVAL_S = 1.0
+_EXIT_TIMEOUT_S = 5.0
+_SHUTDOWN = "the server is shutting down"
+
+
+class EngineState(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    state: EngineState
+    step: int = 0  # counts while the engine works
+    last_sign_age_s: float = 0.0  # since anything was heard from the engine
+    detail: str = ""
+
+
+class EngineUnavailable(RuntimeError):
+    """No request can be served now: the engine loads, is dead, or the server drains."""
+
+
+class EngineLoadError(RuntimeError):
+    """The engine did not start. `user_error`: the message names what to change."""
+
+    def __init__(self, message: str, *, user_error: bool):
+        super().__init__(message)
+        self.user_error = user_error
+
+
+class CallEnded(Exception):
+    """Nobody waits for this call's outputs any more: its client is gone."""
+
+
+class OutputStream:
+    """The Outputs of one call, that is of requests submitted together."""
+
+    def __init__(self, request_ids: Sequence[str], abort: Callable[[Sequence[str]], None]):
+        self._open = set(request_ids)
+        self._abort = abort
+        self._arrived: list[Output] = []
+        self._wake = asyncio.Event()
+        self._ended = False
+
+    @property
+    def open_ids(self) -> set[str]:
+        """Requests that have not finished."""
+        return self._open
+
+    def push(self, output: Output) -> None:
+        """Add one Output; called by the engine's reader. One after the last is dropped."""
+        if output.request_id not in self._open:
+            return
+        if output.finish is not None:
+            self._open.discard(output.request_id)
+        self._arrived.append(output)
+        self._wake.set()
+
+    def fail(self, error: ErrorInfo) -> None:
+        """End what has not finished with `error`, and stop it in the engine."""
+        finish = Finish(reason=FinishReason.ERROR)
+        request_ids = sorted(self._open)
+        for request_id in request_ids:
+            self.push(Output(request_id=request_id, finish=finish, error=error))
+        self._abort(request_ids)
+
+    def end(self) -> None:
+        """The client is gone: whoever waits in `next` gets CallEnded."""
+        self._ended = True
+        self._wake.set()
+
+    async def next(self, timeout_s: float | None = None) -> list[Output]:
+        """What has arrived since the last call; waits for at least one, or for the timeout.
+
+        Returns an empty list after `timeout_s`, and when all requests have finished.
+
+        Raises:
+            CallEnded: after `end`.
+        """
+        if not self._arrived and self._open and not self._ended:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+        if self._ended:
+            raise CallEnded
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def close(self) -> None:
+        """Abort what has not finished. Safe to call more than once."""
+        if self._open:
+            self._abort(sorted(self._open))
+            self._open = set()
+
+
+class AsyncEngine(Protocol):
+    """What the HTTP side needs; `RemoteEngine` is the one that serves."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Raises EngineUnavailable before the engine is ready."""
+        ...
+
+    def submit(self, requests: Sequence[Request]) -> OutputStream: ...
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+    async def flush_cache(self) -> bool: ...
+    async def stats(self) -> EngineStats | None: ...
+    def status(self) -> EngineStatus: ...
+    @property
+    def num_open(self) -> int: ...
+
+
+class RemoteEngine:
+    """An engine in its own process. All methods belong to the event loop's thread."""
+
+    def __init__(self, *, dead_limit_s: float = 30.0):
+        self._dead_limit_s = dead_limit_s
+        self._state = EngineState.LOADING
+        self._detail = "the model is loading"
+        self._load_error: EngineLoadError | None = None
+        self._info: EngineInfo | None = None
+        self._stats: EngineStats | None = None
+        self._step = 0
+        self._last_sign = time.monotonic()
+        self._streams: dict[str, OutputStream] = {}
+        self._calls: dict[int, asyncio.Future[frames.Pong | frames.Flushed]] = {}
+        self._num_calls = 0
+        self._changed = asyncio.Event()
+        self._transport: Transport[FromEngine] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pinger: asyncio.Task[None] | None = None
+        self.on_loading: Callable[[str], None] = lambda message: None
+
+    # Life
+
+    def start(self, config: EngineConfig, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        """Start the process; `command` gets `--fd N --parent PID` appended."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        arguments = [*command, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+                arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        self._transport = server_end(ours)
+        self._last_sign = time.monotonic()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ours.fileno(), self._on_readable)
+        self._send(frames.Start(config))
+        self._pinger = loop.create_task(self._ping_forever())
+
+    async def ready(self) -> EngineInfo:
+        """Wait until the model is loaded.
+
+        Raises:
+            EngineLoadError: when it cannot be.
+        """
+        while self._state is EngineState.LOADING:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._load_error is not None:
+            raise self._load_error
+        return self.info
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """End the process; open calls get an error. `at_once`: in the middle of a step."""
+        at_once = at_once or self._state is EngineState.LOADING
+        self._die(_SHUTDOWN)
+        if self._pinger is not None:
+            self._pinger.cancel()
+            await asyncio.gather(self._pinger, return_exceptions=True)
+        if self._process is not None:
+            if at_once:
+                self._process.kill()
+            await asyncio.to_thread(_wait_or_kill, self._process)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    # Requests
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineUnavailable(self._detail)
+        return self._info
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not finished."""
+        return len(self._streams)
+
+    def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Send requests to be admitted together. Refusals come as Outputs with an error.
+
+        Raises:
+            EngineUnavailable: when the engine is not ready.
+        """
+        if self._state is not EngineState.READY:
+            raise EngineUnavailable(self._detail)
+        stream = OutputStream([r.request_id for r in requests], self.abort)
+        for request in requests:
+            self._streams[request.request_id] = stream
+        self._send(frames.Submit(requests))
+        return stream
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop requests by exact id; each still ends in one Output, which nobody may wait for."""
+        open_ids = [i for i in request_ids if i in self._streams]
+        if open_ids:
+            self._send(frames.Abort(open_ids))
+
+    async def flush_cache(self) -> bool:
+        """Forget all prefixes; False when something still runs or the engine does not answer."""
+        answer = await self._call(frames.Flush, timeout_s=5.0)
+        return isinstance(answer, frames.Flushed) and answer.done
+
+    async def stats(self) -> EngineStats | None:
+        """Fresh counters; the last known ones when the engine does not answer in half a second."""
+        await self._call(frames.Ping, timeout_s=0.5)
+        return self._stats
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            state=self._state,
+            step=self._step,
+            last_sign_age_s=time.monotonic() - self._last_sign,
+            detail=self._detail,
+        )
+
+    # Frames
+
+    def _send(self, message: ToEngine) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        try:
+            transport.send(message)
+            if transport.wants_write:
+                loop = asyncio.get_running_loop()
+                loop.add_writer(transport.fileno(), self._on_writable)
+        except TransportClosed:
+            self._die(f"the engine process ended{self._exit_status()}")
+
+    def _on_writable(self) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        try:
+            transport.write_some()
+        except TransportClosed:
+            self._die(f"the engine process ended{self._exit_status()}")
+            return
+        if not transport.wants_write:
+            asyncio.get_running_loop().remove_writer(transport.fileno())
+
+    def _on_readable(self) -> None:
+        if self._transport is None:
+            return
+        try:
+            messages = self._transport.receive()
+        except TransportClosed:
+            self._die(f"the engine process ended{self._exit_status()}")
+            return
+        except frames.FrameError:
+            log.exception("the engine process sent something unreadable")
+            self._die("the engine process sent something unreadable")
+            return
+        self._last_sign = time.monotonic()
+        for message in messages:
+            self._on_message(message)
+
+    def _on_message(self, message: FromEngine) -> None:
+        match message:
+            case frames.StepOutputs(step=step, outputs=outputs):
+                self._step = step
+                for output in outputs:
+                    self._deliver(output)
+            case frames.Pong(call_id=call_id, step=step, stats=stats):
+                self._step, self._stats = step, stats
+                self._answer(call_id, message)
+            case frames.Flushed(call_id=call_id):
+                self._answer(call_id, message)
+            case frames.Loading(message=text):
+                self._detail = f"the model is loading: {text}"
+                self.on_loading(text)
+            case frames.Ready(info=info):
+                self._info, self._state, self._detail = info, EngineState.READY, ""
+                self._changed.set()
+            case frames.Failed(message=text, user_error=user_error):
+                if self._state is EngineState.LOADING:
+                    self._load_error = EngineLoadError(text, user_error=user_error)
+                self._die(text)
+
+    def _deliver(self, output: Output) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return
+        if output.finish is not None:
+            del self._streams[output.request_id]
+        stream.push(output)
+
+    async def _call(
+        self, make: Callable[[int], frames.Ping | frames.Flush], timeout_s: float
+    ) -> frames.Pong | frames.Flushed | None:
+        if self._state is not EngineState.READY:
+            return None
+        self._num_calls += 1
+        call_id = self._num_calls
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._send(make(call_id))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except (TimeoutError, EngineUnavailable):
+            return None
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _answer(self, call_id: int, message: frames.Pong | frames.Flushed) -> None:
+        future = self._calls.get(call_id)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    # Death
+
+    async def _ping_forever(self) -> None:
+        """Ask for a sign of life; between two steps a working engine answers as well."""
+        while self._state is not EngineState.DEAD:
+            await asyncio.sleep(_PING_INTERVAL_S)
+            if self._state is not EngineState.READY:
+                continue
+            age = time.monotonic() - self._last_sign
+            if age > self._dead_limit_s:
+                self._die(f"the engine gave no sign for {age:.0f} s and was given up")
+                if self._process is not None:
+                    self._process.kill()
+            elif age >= 0.5 * _PING_INTERVAL_S:
+                self._send(frames.Ping(0))
+
+    def _die(self, reason: str) -> None:
+        """Deliver the end to every open call; later ones see the state."""
+        if self._state is EngineState.DEAD:
+            return
+        if self._state is EngineState.LOADING and self._load_error is None:
+            self._load_error = EngineLoadError(reason, user_error=False)
+        if reason != _SHUTDOWN:
+            log.error("engine: %s", reason)
+        self._state, self._detail = EngineState.DEAD, reason
+        if self._transport is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._transport.fileno())
+            loop.remove_writer(self._transport.fileno())
+            self._transport.close()
+            self._transport = None
+        error = ErrorInfo(code="unavailable", message="the engine ended; the request is lost")
+        finish = Finish(reason=FinishReason.ERROR)
+        for request_id in list(self._streams):
+            self._deliver(Output(request_id=request_id, finish=finish, error=error))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(reason))
+        self._changed.set()
+
+    def _exit_status(self) -> str:
+        code = None if self._process is None else self._process.poll()
+        return "" if code is None else f" with status {code}"
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_EXIT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,99 @@
+"""Running a server: the engine's process, the application in this one, and a quiet end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from palmette.runtime.config import EngineConfig
+from palmette.runtime.request import EngineInfo
+
+from .config import ServerConfig
+from .remote_engine import ENGINE_COMMAND, EngineLoadError, RemoteEngine
+
+if TYPE_CHECKING:
+    from .text_service import Codec
+    from .uvicorn_server import DrainingServer
+
+
+class Announce(Protocol):
+    """Told what happens while a server starts."""
+
+    def loading(self, message: str) -> None: ...
+    def ready(self, url: str, info: EngineInfo) -> None: ...
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        OSError: when the address is taken or not ours.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(2048)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+async def serve(
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    load_codec: Callable[[], Codec],
+    announce: Announce,
+    command: Sequence[str] = ENGINE_COMMAND,
+) -> None:
+    """Serve until a signal ends it. `command` starts the engine process.
+
+    Raises:
+        EngineLoadError: when the model cannot be loaded.
+        OSError: when the address cannot be bound.
+        ValueError: when the tokenizer cannot be read.
+    """
+    sock = bind(config.host, config.port)
+    engine = RemoteEngine(dead_limit_s=config.dead_limit_s)
+    engine.on_loading = announce.loading
+    server: DrainingServer | None = None
+    try:
+        engine.start(engine_config, command)
+        # Imported while the engine process is already at work.
+        from .app import create_app
+        from .uvicorn_server import DrainingServer
+
+        app = create_app(engine, config, await asyncio.to_thread(load_codec))
+        host, port = sock.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        server = DrainingServer(app, config)
+        await _run(server, sock, engine, announce, url)
+    finally:
+        sock.close()
+        await engine.close(at_once=server is None or server.force_exit)
+
+
+async def _run(
+    server: DrainingServer,
+    sock: socket.socket,
+    engine: RemoteEngine,
+    announce: Announce,
+    url: str,
+) -> None:
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    loading = asyncio.ensure_future(engine.ready())
+    await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        if loading.done():
+            announce.ready(url, loading.result())
+    except EngineLoadError:
+        server.should_exit = True
+        await serving
+        raise
+    finally:
+        loading.cancel()
+    await serving
