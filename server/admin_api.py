@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from palmette.runtime.metrics import EngineStats
-from palmette.runtime.request import SamplingParams
+from palmette.runtime.request import EngineInfo, SamplingParams
 
 from .context import ServerContext, context_of, read_struct
 from .errors import ApiError, invalid
@@ -23,7 +22,7 @@ router = APIRouter()  # behind a key
 open_router = APIRouter()  # live, ready, health: for supervisors and routers
 metrics_router = APIRouter()
 
-_PAGE_LIMIT = 128
+_MAX_TEXTS = 128
 
 
 # Models and server
@@ -102,6 +101,18 @@ async def version(request: Request) -> Response:
     return JsonBody({"version": context_of(request).info.version})
 
 
+def _model(context: ServerContext) -> dict[str, object]:
+    info = context.info
+    return {
+        "id": info.model,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "palmette",
+        "root": info.model,
+        "max_model_len": info.context_length,
+    }
+
+
 # Tokens
 
 
@@ -112,23 +123,27 @@ async def tokenize(request: Request) -> Response:
     body = await read_struct(request, TokenizeBody, strict_fields=False)
     info = context.info
     check_model(body.model, info)
-    given = [x for x in (body.prompt, body.text, body.messages) if x is not None]
-    if len(given) != 1:
+    given = (body.prompt, body.text, body.messages)
+    if sum(item is not None for item in given) != 1:
         raise invalid("prompt: give one of prompt, text and messages", "prompt")
-    if body.messages is not None:
-        check_messages(body.messages, context.config.max_messages)
-        tokens: Any = await context.text.encode_chat(
-            body.messages, info, add_generation_prompt=body.add_generation_prompt
-        )
-    elif isinstance(given[0], list):
-        if len(given[0]) > _PAGE_LIMIT:
-            raise invalid(f"prompt: {len(given[0])} texts; the limit is {_PAGE_LIMIT}", "prompt")
-        tokens = [await _encode(context, body, text) for text in given[0]]
+    text = body.prompt if body.prompt is not None else body.text
+    if isinstance(text, list):
+        if len(text) > _MAX_TEXTS:
+            raise invalid(f"prompt: {len(text)} texts; the limit is {_MAX_TEXTS}", "prompt")
+        lists = [await _encode(context, body, item) for item in text]
+        return _tokens(lists, [len(ids) for ids in lists], info)
+    if text is not None:
+        ids = await _encode(context, body, text)
     else:
-        tokens = await _encode(context, body, given[0])
-    count: Any = [len(t) for t in tokens] if isinstance(given[0], list) and not body.messages else (
-        len(tokens)
-    )
+        messages = body.messages or []
+        check_messages(messages, context.config.max_messages)
+        ids = await context.text.encode_chat(
+            messages, info, add_generation_prompt=body.add_generation_prompt
+        )
+    return _tokens(ids, len(ids), info)
+
+
+def _tokens(tokens: object, count: object, info: EngineInfo) -> Response:
     return JsonBody({"tokens": tokens, "count": count, "max_model_len": info.context_length})
 
 
@@ -147,8 +162,8 @@ async def detokenize(request: Request) -> Response:
     check_model(body.model, info)
     is_batch = bool(body.tokens) and all(isinstance(item, list) for item in body.tokens)
     lists = body.tokens if is_batch else [body.tokens]
-    if len(lists) > _PAGE_LIMIT:
-        raise invalid(f"tokens: {len(lists)} lists; the limit is {_PAGE_LIMIT}", "tokens")
+    if len(lists) > _MAX_TEXTS:
+        raise invalid(f"tokens: {len(lists)} lists; the limit is {_MAX_TEXTS}", "tokens")
     texts = []
     for item in lists:
         ids = token_ids(item, "tokens")

@@ -1,8 +1,8 @@
 """One HTTP call that generates: its requests, what has come of them, and its end.
 
-    context.open(...)  -> Call          submitted; a watcher waits for the client to go away
-    call.next(...)     -> new Outputs   or CallEnded, when nobody waits any more
-    call.close()                        aborts what is unfinished; exactly one owner calls it
+context.open(...)  -> Call          submitted; a watcher waits for the client to go away
+call.next(...)     -> new Outputs   or CallEnded, when nobody waits any more
+call.close()                        aborts what is unfinished; exactly one owner calls it
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -33,7 +34,8 @@ class ServerContext:
     keys: KeyRing
     calls: CallTable
     metrics: ServerMetrics
-    draining: bool = field(default=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
 
     @property
     def info(self) -> EngineInfo:

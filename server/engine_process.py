@@ -38,7 +38,7 @@ from .transport import ToEngine, Transport, TransportClosed
 log = logging.getLogger("palmette.engine")
 
 _FLUSH_TIMEOUT_S = 5.0
-_WAIT_WITHOUT_PROGRESS_S = 0.002  # something outside the loop, a grammar, must finish first
+_COMPILING_WAIT_S = 0.002  # there is nothing to do but to wait for grammars
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -49,6 +49,8 @@ class ServedEngine(Protocol):
     def info(self) -> EngineInfo: ...
     @property
     def has_work(self) -> bool: ...
+    @property
+    def is_compiling(self) -> bool: ...
     def submit(self, requests: Sequence[Request]) -> None: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
     def step(self) -> list[Output]: ...
@@ -57,7 +59,7 @@ class ServedEngine(Protocol):
     def close(self) -> None: ...
 
 
-Progress = Callable[[str], None]
+Progress = Callable[[str, int, int], None]  # what, how much of it, of how much
 Load = Callable[[EngineConfig, Progress], ServedEngine]
 
 
@@ -82,7 +84,7 @@ def serve(transport: Transport[ToEngine], load: Load) -> int:
 def _load(transport: Transport[ToEngine], load: Load) -> ServedEngine | None:
     config = _first_frame(transport)
     try:
-        engine = load(config, lambda message: transport.send(frames.Loading(message)))
+        engine = load(config, lambda *news: transport.send(frames.Loading(*news)))
     except TransportClosed:
         raise
     except (ValueError, OSError, ImportError) as error:  # a wrong path, file, flag or package
@@ -116,12 +118,11 @@ def _run(transport: Transport[ToEngine], engine: ServedEngine) -> int:
                 _handle(transport, engine, message, num_steps)
             if engine.has_work:
                 num_steps += 1
-                steps_before = engine.stats().steps
                 outputs = engine.step()
                 if outputs:
                     transport.send(frames.StepOutputs(num_steps, outputs))
-                elif engine.stats().steps == steps_before:
-                    transport.wait(_WAIT_WITHOUT_PROGRESS_S)
+                elif engine.is_compiling:
+                    transport.wait(_COMPILING_WAIT_S)
             elif transport.wants_write:
                 transport.write_some()
     except TransportClosed:

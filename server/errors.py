@@ -93,7 +93,9 @@ def unavailable(error: EngineUnavailable) -> ApiError:
 
 
 def internal() -> ApiError:
-    return ApiError(500, "an internal error ended this request; see the server's log", code="internal")
+    return ApiError(
+        500, "an internal error ended this request; see the server's log", code="internal"
+    )
 
 
 def _renamed(message: str, field: str | None, code: str, names: Mapping[str, str]) -> ApiError:

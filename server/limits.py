@@ -301,9 +301,7 @@ def _logit_bias(value: Mapping[str, float], limits: Limits) -> tuple[tuple[int, 
 def completion_logprobs(body: CompletionBody) -> LogprobOptions:
     if body.logprobs is None:
         return LogprobOptions()
-    return LogprobOptions(
-        output=True, num_top=body.logprobs, prompt_start=0 if body.echo else None
-    )
+    return LogprobOptions(output=True, num_top=body.logprobs, prompt_start=0 if body.echo else None)
 
 
 def chat_logprobs(body: ChatBody) -> LogprobOptions:

@@ -105,12 +105,12 @@ class ChatFormat(_Answers):
 
     def chunks(self, choice: Choice, output: Output) -> Iterable[Chunk]:
         text = self._text(output.text)
+        delta: dict[str, Any] = {"content": text} if text else {}
         if self._mode.is_forced:
-            delta, content = self._tool_delta(choice, output), ()
-        else:
-            delta, content = ({"content": text} if text else {}), output.logprobs
-        if delta or (self._wants_logprobs and content) or (self._return_ids and output.token_ids):
-            yield self._delta(choice, delta or {"content": ""}, content, output.token_ids)
+            delta = self._tool_delta(choice, output)
+        scored = self._wants_logprobs and output.logprobs
+        if delta or scored or (self._return_ids and output.token_ids):
+            yield self._delta(choice, delta, output.logprobs, output.token_ids)
         if output.finish is not None:
             reason = finish_reason(output.finish)
             if self._mode.is_forced and reason == "stop":

@@ -171,7 +171,7 @@ class RemoteEngine:
         self._transport: Transport[FromEngine] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pinger: asyncio.Task[None] | None = None
-        self.on_loading: Callable[[str], None] = lambda message: None
+        self.on_loading: Callable[[str, int, int], None] = lambda message, done, total: None
 
     # Life
 
@@ -323,9 +323,8 @@ class RemoteEngine:
                 self._answer(call_id, message)
             case frames.Flushed(call_id=call_id):
                 self._answer(call_id, message)
-            case frames.Loading(message=text):
-                self._detail = f"the model is loading: {text}"
-                self.on_loading(text)
+            case frames.Loading(message=text, done=done, total=total):
+                self.on_loading(text, done, total)
             case frames.Ready(info=info):
                 self._info, self._state, self._detail = info, EngineState.READY, ""
                 self._changed.set()
@@ -349,6 +348,7 @@ class RemoteEngine:
             return None
         self._num_calls += 1
         call_id = self._num_calls
+        future: asyncio.Future[frames.Pong | frames.Flushed]
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         self._send(make(call_id))
         try:

@@ -57,9 +57,7 @@ async def json_response(call: Call, formatted: OutputFormat) -> Response:
         call.close()
 
 
-async def stream_response(
-    call: Call, formatted: OutputFormat, config: ServerConfig
-) -> Response:
+async def stream_response(call: Call, formatted: OutputFormat, config: ServerConfig) -> Response:
     """Answer as events; errors before the first output are still plain HTTP errors."""
     try:
         first = await call.next(config.sse_heartbeat_s)

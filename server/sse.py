@@ -75,5 +75,3 @@ class EventStream(Response):
         except Exception:  # the fault boundary of one stream: its client must hear of it
             log.exception("a stream failed")
             yield event(internal().body)
-
-

@@ -71,6 +71,7 @@ class TextService:
         Raises:
             ApiError: 400 when a message is not valid or the template refuses it.
         """
+
         def render() -> list[int]:
             rendered = chat_template.render(
                 info.chat_template,

@@ -1,9 +1,9 @@
 """Tool calls: forced ones are a JSON grammar, so that what comes is always a valid call.
 
-    named       the output is the arguments: the schema is the tool's parameters
-    required    one tool: as if named; several: {"name": ..., "arguments": ...}, one of them
-    auto        the template shows the tools; the model's text is passed on as it is
-    none        the tools are not shown
+named       the output is the arguments: the schema is the tool's parameters
+required    one tool: as if named; several: {"name": ..., "arguments": ...}, one of them
+auto        the template shows the tools; the model's text is passed on as it is
+none        the tools are not shown
 """
 
 from __future__ import annotations

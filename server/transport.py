@@ -53,9 +53,11 @@ class Ping(msgspec.Struct, tag="ping", frozen=True):
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):
-    """What the engine is doing before it is ready."""
+    """What the engine is doing before it is ready, and how far it is."""
 
     message: str
+    done: int
+    total: int
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):

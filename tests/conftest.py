@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from running_server import server, start_server  # noqa: F401 - fixtures
 from tiny_files import write_tiny_model
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

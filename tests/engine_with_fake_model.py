@@ -1,0 +1,71 @@
+"""The engine process with a scripted model: the real loop, engine and socket, no weights.
+
+Run as a script by the tests. `EngineConfig.model` says what the model does, as a query string:
+    script=letters|hash|json   what it generates          delay=0.02   seconds per forward pass
+    fail=N                     forward pass N raises      crash=N      the process dies in pass N
+    block=N                    pass N never returns
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from urllib.parse import parse_qsl
+
+from palmette.kernels.batch import ForwardBatch
+from palmette.runtime.config import EngineConfig
+from palmette.runtime.engine import Engine
+from palmette.runtime.fake_runner import ByteTokenizer, FakeRunner, fake_engine
+from palmette.server.engine_process import Progress, main
+
+VOCAB_SIZE = 300
+
+
+def letters(ids: Sequence[int]) -> int:
+    """a, b, ..., z, a, ... by position: every continuation can be told from the prompt's length."""
+    return ord("a") + len(ids) % 26
+
+
+def load(config: EngineConfig, progress: Progress) -> Engine:
+    options = dict(parse_qsl(config.model))
+    if "missing" in options:
+        raise FileNotFoundError("no such model; run palmette pull")
+    progress("weights", 1, 1)
+    num_pages = (config.kv_tokens or 4096) // config.page_size
+    delay = float(options.get("delay", 0))
+    num_launches = 0
+
+    def on_launch(batch: ForwardBatch) -> None:
+        nonlocal num_launches
+        num_launches += 1
+        if num_launches == int(options.get("crash", 0)):
+            os._exit(3)
+        if num_launches == int(options.get("block", 0)):
+            threading.Event().wait()
+        if num_launches == int(options.get("fail", 0)):
+            raise RuntimeError("secret /etc/passwd at 0x7f0012345678")
+        if delay:
+            time.sleep(delay)
+
+    runner = FakeRunner(
+        letters if options.get("script", "letters") == "letters" else None,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        vocab_size=VOCAB_SIZE,
+        on_launch=on_launch,
+    )
+    return fake_engine(
+        runner=runner,
+        context_length=config.context_length or 2048,
+        scheduler=config.scheduler,
+        limits=config.limits,
+        tokenizer=ByteTokenizer(),
+        seed=config.seed,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(load))
