@@ -366,7 +366,7 @@ class _Marker:
 
     def _mark_text(self, text: str, *, is_word: bool = False) -> str:
         cuts = {found.start() + 1 for found in self._find_all.finditer(text)}
-        if not is_word:
+        if text and not is_word:
             is_inside = any(text in spelling for spelling in self._control)
             if is_inside or text.startswith(self._tails):
                 cuts.add(0)
