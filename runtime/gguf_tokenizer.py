@@ -14,6 +14,7 @@ from typing import cast
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from .text import well_formed
 from .tokenizer_parts import (
     TokenizerParts,
     byte_alphabet,
@@ -76,7 +77,7 @@ class _GgufVocabulary:
         if self._kind == "gpt2" and self._pre not in _PATTERNS:
             known = ", ".join(sorted(_PATTERNS))
             raise self._error(f"pre-tokenizer {self._pre!r} is not supported; known are: {known}")
-        self._tokens = cast("list[str]", self._require("tokens"))
+        self._tokens = [well_formed(token) for token in cast("list[str]", self._require("tokens"))]
         types = cast("Sequence[int] | None", self._get("token_type", None))
         self._types = [1] * len(self._tokens) if types is None else [int(kind) for kind in types]
         if len(self._types) != len(self._tokens):
@@ -102,7 +103,7 @@ class _GgufVocabulary:
             bos_token_id=self._bos_token_id(),
             eos_token_ids=eos_token_ids,
             special_tokens=self._special_tokens(),
-            chat_template=template if isinstance(template, str) else None,
+            chat_template=well_formed(template) if isinstance(template, str) else None,
             strips_space=self._kind == "llama" and self._adds_space,
         )
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from palmette.constrained.vocabulary import Vocabulary
 
-from .gguf_metadata import read_metadata
+from .gguf_file import read_gguf
 from .gguf_tokenizer import gguf_parts
 from .hf_tokenizer import directory_parts
 from .text import well_formed
@@ -46,7 +46,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, source: Path | Mapping[str, object]) -> Tokenizer:
-        """Read the tokenizer of a .gguf file, or of its metadata (`gguf_metadata`) alone.
+        """Read the tokenizer of a .gguf file, or of its metadata (`GgufFile.metadata`) alone.
 
         Raises:
             ValueError: the file is damaged, or its tokenizer is of a kind that is not supported.
@@ -54,7 +54,7 @@ class Tokenizer:
         if isinstance(source, Mapping):
             return cls(gguf_parts(source, name="GGUF metadata"))
         path = Path(source)
-        return cls(gguf_parts(read_metadata(path), name=str(path)))
+        return cls(gguf_parts(read_gguf(path).metadata, name=str(path)))
 
     @property
     def bos_token_id(self) -> int | None:

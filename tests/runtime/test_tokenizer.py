@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from palmette.runtime.gguf_metadata import read_metadata
 from palmette.runtime.gguf_tokenizer import gguf_parts
 from palmette.runtime.text import Detokenizer
 from palmette.runtime.tokenizer import Tokenizer as PalmetteTokenizer
@@ -344,9 +343,21 @@ def test_model_that_declares_no_end_is_refused(tmp_path: Path) -> None:
         PalmetteTokenizer.from_directory(_write(tmp_path, backend))
 
 
-@pytest.mark.parametrize("content", [b"", b"GGML", b"GGUF\x03\x00\x00", b"GGUF" + b"\xff" * 64])
-def test_damaged_gguf_header_is_a_clear_error(tmp_path: Path, content: bytes) -> None:
+def test_gguf_pieces_that_are_not_utf_8_are_replaced(
+    gguf_metadata: Callable[..., dict[str, object]],
+) -> None:
+    """`read_gguf` keeps such bytes as surrogate escapes, which no tokenizer could take."""
+    full = gguf_metadata()
+    tokens = list(full["tokenizer.ggml.tokens"])  # type: ignore[call-overload]
+    tokens.append("\udcff")
+    types = [*full["tokenizer.ggml.token_type"], 1]  # type: ignore[misc]
+    changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    tokenizer = PalmetteTokenizer.from_gguf({**full, **changes})
+    assert tokenizer.decode([len(tokens) - 1]) == "\ufffd"
+
+
+def test_damaged_gguf_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
-    path.write_bytes(content)
+    path.write_bytes(b"GGUF" + b"\xff" * 64)
     with pytest.raises(ValueError, match=r"broken\.gguf: "):
-        read_metadata(path)
+        PalmetteTokenizer.from_gguf(path)
