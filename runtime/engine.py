@@ -116,14 +116,13 @@ class Engine:
         cls,
         config: EngineConfig | None = None,
         *,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Engine:
         """Load a model and build everything around it; see `runtime.load`."""
         # Imported here: it brings the models, which an engine by itself does not need.
-        from .load import load_engine  # type: ignore[import-not-found]
+        from .load import load_engine
 
-        engine: Engine = load_engine(config or EngineConfig(), progress=progress)
-        return engine
+        return load_engine(config or EngineConfig(), progress=progress)
 
     # Requests in
 

@@ -6,11 +6,18 @@ handle.sample(params) -> ids   waits for the device, the one synchronisation of 
 
 from __future__ import annotations
 
-from typing import Protocol
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal, Protocol
 
 from palmette.kernels.backend import KVPool
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.sampling import SampleBatch, SampleResult
+
+from .config import EngineConfig
+from .weights import Checkpoint
 
 
 class StepHandle(Protocol):
@@ -43,3 +50,128 @@ class ModelRunner(Protocol):
     def launch(self, batch: ForwardBatch) -> StepHandle: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerChoice:
+    """Which runner was chosen, why, and what memory sizing must know about it."""
+
+    name: str  # native, torch
+    device: str  # cpu, cuda
+    weights: str  # fp32, bf16, ...
+    reason: str
+    weight_element_bytes: float  # bytes of one weight as the runner keeps it
+    kv_element_bytes: int  # bytes of one number in the KV pool
+    build: Callable[[Checkpoint, int], ModelRunner]  # checkpoint, number of pages
+
+
+def select_runner(config: EngineConfig) -> RunnerChoice:
+    """Choose device and runner: CUDA when there is one, else native code, else torch.
+
+    Raises:
+        ValueError: for a device or runner that does not exist here or do not go together.
+        RuntimeError: when nothing can run on this machine; says what to install.
+    """
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: {config.device!r} is unknown; use auto, cpu or cuda")
+    if config.runner not in ("auto", "native", "torch"):
+        raise ValueError(f"runner: {config.runner!r} is unknown; use auto, native or torch")
+    has_cuda = config.device != "cpu" and _cuda_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ValueError(
+            "device: cuda was asked for, but torch sees no CUDA device; "
+            "install 'palmette[cuda]' and a driver, or use --device cpu"
+        )
+    if has_cuda:
+        if config.runner == "native":
+            raise ValueError("runner: native runs on the CPU; use --device cpu or --runner torch")
+        return _torch_choice(config, device="cuda", reason="a CUDA device is there")
+    if config.runner == "torch":
+        return _torch_choice(config, device="cpu", reason="as given")
+    return _cpu_choice(config)
+
+
+def _cpu_choice(config: EngineConfig) -> RunnerChoice:
+    from palmette.kernels.cpu.build import load
+
+    try:
+        load()
+    except RuntimeError as error:
+        if config.runner == "native" or find_spec("torch") is None:
+            raise RuntimeError(
+                f"{error}; or install torch as a slower way: pip install 'palmette[torch]'"
+            ) from error
+        return _torch_choice(config, device="cpu", reason=str(error))
+    return _native_choice(config)
+
+
+def _native_choice(config: EngineConfig) -> RunnerChoice:
+    weights = "fp32" if config.weights == "auto" else config.weights
+
+    def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
+        from .cpu_runner import CpuRunner
+
+        return CpuRunner(
+            checkpoint,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            threads=config.threads,
+            weights=weights,
+        )
+
+    return RunnerChoice(
+        name="native",
+        device="cpu",
+        weights=weights,
+        reason="no CUDA device was found" if config.device == "auto" else "as given",
+        weight_element_bytes=4.0,
+        kv_element_bytes=4,
+        build=build,
+    )
+
+
+def _torch_choice(
+    config: EngineConfig, *, device: Literal["cpu", "cuda"], reason: str
+) -> RunnerChoice:
+    if find_spec("torch") is None:
+        raise ValueError("runner: torch is not installed; pip install 'palmette[torch]'")
+    default = "bf16" if device == "cuda" else "fp32"
+    wanted = default if config.weights == "auto" else config.weights
+    if wanted not in ("fp32", "bf16"):
+        raise ValueError(f"weights: {wanted!r} is not supported by torch; use fp32 or bf16")
+    weights: Literal["fp32", "bf16"] = "fp32" if wanted == "fp32" else "bf16"
+    element_bytes = 4 if weights == "fp32" else 2
+
+    def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
+        from .torch_runner import TorchRunner
+
+        return TorchRunner(
+            checkpoint,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            device=device,
+            dtype=weights,
+        )
+
+    return RunnerChoice(
+        name="torch",
+        device=device,
+        weights=weights,
+        reason=reason,
+        weight_element_bytes=element_bytes,
+        kv_element_bytes=element_bytes,
+        build=build,
+    )
+
+
+def _cuda_available() -> bool:
+    """Ask the driver before torch: importing torch costs seconds where there is no device."""
+    if find_spec("torch") is None:
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    from .torch_runner import cuda_is_available
+
+    return cuda_is_available()

@@ -93,3 +93,8 @@ class TorchRunner:
 
     def _upload(self, values: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+
+def cuda_is_available() -> bool:
+    """Whether torch sees a CUDA device."""
+    return torch.cuda.is_available()

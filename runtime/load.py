@@ -1,0 +1,120 @@
+"""From a configuration to a running engine: files, runner, memory, grammars.
+
+Every choice that depends on the machine is made here, once, and logged with its reason; the
+engine below does not know which device it runs on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from palmette import __version__
+from palmette.constrained.backend import select_backend
+from palmette.constrained.compiler import GrammarCompiler
+
+from .config import EngineConfig
+from .engine import Engine
+from .memory import available_bytes, plan_memory
+from .model_store import resolve_model
+from .models.config import ModelConfig
+from .request import EngineInfo
+from .runner import ModelRunner, RunnerChoice, select_runner
+from .tokenizer import Tokenizer
+from .weights import Checkpoint, open_checkpoint
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Engine:
+    """Load the model of `config` and build the engine around it.
+
+    Raises:
+        ValueError: for a model or an option that is not supported; says what is.
+        RuntimeError: when the model cannot be fetched or no runner fits this machine.
+    """
+    path = resolve_model(config.model, progress=progress)
+    checkpoint = open_checkpoint(path)
+    tokenizer = open_tokenizer(path)
+    context_length = _context_length(config, checkpoint.config)
+    choice = select_runner(config)
+    logger.info("runner %s on %s: %s", choice.name, choice.device, choice.reason)
+    plan = plan_memory(
+        config,
+        checkpoint.config,
+        context_length=context_length,
+        weight_bytes=int(_num_weights(checkpoint) * choice.weight_element_bytes),
+        element_bytes=choice.kv_element_bytes,
+        available_bytes=available_bytes(),
+    )
+    logger.info("%s", plan.describe())
+    runner = choice.build(checkpoint, plan.kv_tokens // config.page_size)
+    vocabulary = tokenizer.vocabulary(runner.vocab_size)
+    grammars = GrammarCompiler(
+        vocabulary,
+        select_backend(config.grammar_backend),
+        cache_bytes=config.grammar_cache_bytes,
+    )
+    info = _engine_info(
+        config,
+        checkpoint,
+        tokenizer,
+        runner=runner,
+        choice=choice,
+        context_length=context_length,
+    )
+    return Engine(config=config, runner=runner, tokenizer=tokenizer, grammars=grammars, info=info)
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model directory or GGUF file; needs none of the weights."""
+    return Tokenizer.from_gguf(path) if path.is_file() else Tokenizer.from_directory(path)
+
+
+def _context_length(config: EngineConfig, model: ModelConfig) -> int:
+    if config.context_length is None:
+        return model.context_length
+    if not 1 < config.context_length <= model.context_length:
+        raise ValueError(
+            f"context_length: {config.context_length} is out of range; {config.model} allows "
+            f"2..{model.context_length}"
+        )
+    return config.context_length
+
+
+def _num_weights(checkpoint: Checkpoint) -> int:
+    weights = checkpoint.weights
+    return sum(math.prod(weights.get(name).shape) for name in weights.names())
+
+
+def _engine_info(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    *,
+    runner: ModelRunner,
+    choice: RunnerChoice,
+    context_length: int,
+) -> EngineInfo:
+    return EngineInfo(
+        model=config.served_name or config.model,
+        vocab_size=runner.vocab_size,
+        context_length=context_length,
+        page_size=runner.pool.page_size,
+        num_pages=runner.pool.num_pages,
+        eos_token_ids=tokenizer.eos_token_ids,
+        bos_token_id=tokenizer.bos_token_id,
+        chat_template=tokenizer.chat_template,
+        special_tokens=dict(tokenizer.special_tokens),
+        architecture=checkpoint.config.architecture,
+        device=choice.device,
+        runner=runner.name,
+        weights=choice.weights,
+        version=__version__,
+        max_running=config.scheduler.max_running,
+        limits=config.limits,
+    )
