@@ -55,7 +55,7 @@ class RenderedPrompt:
     """A prompt as text; untrusted segments spell control tokens that must stay text."""
 
     segments: tuple[tuple[str, bool], ...]  # (text, is_trusted)
-    control: tuple[str, ...] = field(default=(), repr=False)  # spellings of control tokens
+    control: tuple[str, ...] = field(default=(), repr=False)  # their spellings, longest first
 
     @property
     def text(self) -> str:
@@ -104,7 +104,8 @@ def render(
         "tools": _plain(tools, "tools") or None,
         "kwargs": _plain(kwargs or {}, "chat_template_kwargs"),
     }
-    marker = _Marker(special_tokens.values(), given, source)
+    mark = _unused_character(itertools.chain(_strings(given), [source]))
+    marker = _Marker(_spellings(tuple(special_tokens.values())), mark)
     marked = marker.mark(given)
     variables = {
         **named,
@@ -125,8 +126,7 @@ def encode_rendered(tokenizer: EncodesText, rendered: RenderedPrompt) -> list[in
     """
     if all(is_trusted for _, is_trusted in rendered.segments):
         return tokenizer.encode(rendered.text, parse_special=True)
-    spellings = sorted(rendered.control, key=len, reverse=True)
-    find_control = re.compile("|".join(map(re.escape, spellings)))
+    find_control = re.compile("|".join(map(re.escape, rendered.control)))  # longest first
     runs: list[tuple[str, bool]] = []  # (text, is_control), neighbours of one kind joined
     for text, is_trusted in rendered.segments:
         start = 0
@@ -320,17 +320,45 @@ def _plain(value: object, where: str, depth: int = 0) -> Any:
     raise ValueError(f"{where}: a {type(value).__name__} cannot be put into a prompt")
 
 
+class _Spellings:
+    """The control tokens of one tokenizer, ready to be looked for in strings."""
+
+    def __init__(self, control: tuple[str, ...]) -> None:
+        self.all = tuple(sorted(set(control) - {""}, key=len, reverse=True))
+        first = "".join(re.escape(character) for character in {text[0] for text in self.all})
+        self._first = re.compile(f"[{first}]" if first else "(?!)")
+        self._whole = re.compile("|".join(map(re.escape, self.all)))
+        self._heads = tuple({text[:cut] for text in self.all for cut in range(1, len(text))})
+        self._tails = tuple({text[cut:] for text in self.all for cut in range(1, len(text))})
+
+    def spans(self, text: str) -> Iterable[tuple[int, int]]:
+        """Where `text` spells a control token, the longest at every start; may overlap."""
+        for candidate in self._first.finditer(text):
+            if found := self._whole.match(text, candidate.start()):
+                yield found.span()
+
+    def borders(self, text: str) -> set[int]:
+        """Ends of `text` across which a neighbour could complete a control token."""
+        is_inside = any(text in spelling for spelling in self.all)
+        borders = set()
+        if is_inside or text.startswith(self._tails):
+            borders.add(0)
+        if is_inside or text.endswith(self._heads):
+            borders.add(len(text))
+        return borders
+
+
+@functools.lru_cache(maxsize=32)
+def _spellings(control: tuple[str, ...]) -> _Spellings:
+    return _Spellings(control)
+
+
 class _Marker:
     """Marks spellings of control tokens in strings, and finds them again in rendered text."""
 
-    def __init__(self, control: Iterable[str], given: object, template: str) -> None:
-        self._control = tuple(sorted(set(control) - {""}, key=len, reverse=True))
-        self._mark = _unused_character(itertools.chain(_strings(given), [template]))
-        spellings = "|".join(map(re.escape, self._control)) or "(?!)"
-        self._find_all = re.compile(f"(?=({spellings}))")  # overlapping ones too
-        pieces = {(s[:cut], s[cut:]) for s in self._control for cut in range(1, len(s))}
-        self._heads = tuple({head for head, _ in pieces})
-        self._tails = tuple({tail for _, tail in pieces})
+    def __init__(self, spellings: _Spellings, mark: str) -> None:
+        self._spellings = spellings
+        self._mark = mark
 
     def mark(self, value: Any) -> Any:
         """A copy of `value` with marks in its strings, keys of objects included.
@@ -362,16 +390,12 @@ class _Marker:
             segments += [(clean[start:first], True), (clean[first:last], False)]
             start = last
         segments.append((clean[start:], True))
-        return RenderedPrompt(tuple(part for part in segments if part[0]), self._control)
+        return RenderedPrompt(tuple(part for part in segments if part[0]), self._spellings.all)
 
     def _mark_text(self, text: str, *, is_word: bool = False) -> str:
-        cuts = {found.start() + 1 for found in self._find_all.finditer(text)}
+        cuts = {start + 1 for start, _ in self._spellings.spans(text)}
         if text and not is_word:
-            is_inside = any(text in spelling for spelling in self._control)
-            if is_inside or text.startswith(self._tails):
-                cuts.add(0)
-            if is_inside or text.endswith(self._heads):
-                cuts.add(len(text))
+            cuts |= self._spellings.borders(text)
         if not cuts:
             return text
         edges = [0, *sorted(cuts), len(text)]
@@ -383,8 +407,7 @@ class _Marker:
         A spelling of one character has no inside: it is untrusted where a mark follows it.
         """
         spans: list[tuple[int, int]] = []
-        for found in self._find_all.finditer(clean) if marks else ():
-            first, last = found.span(1)
+        for first, last in self._spellings.spans(clean) if marks else ():
             next_mark = bisect.bisect_right(marks, first)
             limit = last if last - first > 1 else last + 1
             if next_mark == len(marks) or marks[next_mark] >= limit:

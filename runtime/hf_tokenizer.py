@@ -50,10 +50,10 @@ class _HfDirectory:
             for token_id, token in sorted(self._added.items())
             if token.special or looks_like_control(token.content)
         }
-        for token_id in sorted(self._added):  # their look decides for the backend too
+        for token_id in sorted(control.values()):
             token = self._added[token_id]
-            if token.content in control and not token.special:
-                self._backend.add_special_tokens([_as_special(token)])
+            if token.normalized or not token.special:
+                self._backend.add_special_tokens([_as_control(token)])
         eos_token_ids = end_token_ids(
             [
                 *_ids_in(self._read_json("generation_config.json").get("eos_token_id")),
@@ -158,13 +158,14 @@ class _HfDirectory:
         return value
 
 
-def _as_special(token: AddedToken) -> AddedToken:
+def _as_control(token: AddedToken) -> AddedToken:
+    """The same token, special, and spelled by itself only: nothing may normalise into it."""
     return AddedToken(
         token.content,
         single_word=token.single_word,
         lstrip=token.lstrip,
         rstrip=token.rstrip,
-        normalized=token.normalized,
+        normalized=False,
         special=True,
     )
 

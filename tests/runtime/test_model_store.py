@@ -245,3 +245,31 @@ def test_hub_id_without_a_network_says_what_to_do(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(RuntimeError, match=r"org/name: cannot be fetched.*local directory"):
         resolve_model(name)
+
+
+def _hub_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> Path:
+    """A repository `org/name` in the hub's own cache, as an earlier download left it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--org--name"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    _write(repository / "refs" / "main", b"0" * 40)
+    for name in names:
+        _write(snapshot / name, b"{}")
+    return snapshot
+
+
+def test_hub_id_resolves_to_the_snapshot(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = _hub_snapshot(tmp_path, monkeypatch, "config.json", "model.safetensors")
+    assert resolve_model("org/name") == resolve_model("org/name@main") == snapshot
+
+
+def test_hub_file_resolves_to_the_file(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = _hub_snapshot(tmp_path, monkeypatch, "model.gguf")
+    assert resolve_model("org/name/model.gguf") == snapshot / "model.gguf"

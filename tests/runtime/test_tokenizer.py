@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from palmette.runtime.gguf_tokenizer import gguf_parts
 from palmette.runtime.text import Detokenizer
@@ -195,6 +203,17 @@ def test_tokens_that_look_like_control_are_control(tokenizer: PalmetteTokenizer)
     assert tokenizer.encode("<think>") == [think]  # an ordinary added token
 
 
+def test_text_never_normalises_into_a_control_token(tmp_path: Path) -> None:
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "<": 1, "s": 2, ">": 3}, merges=[]))
+    backend.normalizer = normalizers.NFKC()
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<s>", normalized=True)])
+    _write(tmp_path, backend, tokenizer_config={"eos_token": "<s>"})
+    tokenizer = PalmetteTokenizer.from_directory(tmp_path)
+    assert tokenizer.encode("a<s>", parse_special=True) == [0, 4]
+    assert tokenizer.encode("a\uff1cs\uff1e", parse_special=True) == [0, 1, 2, 3]
+
+
 def test_control_piece_of_the_model_never_comes_from_plain_text() -> None:
     """With whole words taken as pieces, `<||>` is one word and a control token."""
     tokens = ["<", "|", ">", "a", "<||>", "<eos>"]
@@ -274,7 +293,7 @@ def test_bytes_without_a_token_are_left_out_and_keep_pieces_apart(
     gguf_metadata: Callable[..., dict[str, object]],
 ) -> None:
     full = gguf_metadata()
-    tokens = list(full["tokenizer.ggml.tokens"])  # type: ignore[call-overload]
+    tokens = list(full["tokenizer.ggml.tokens"])
     tokens[tokens.index("\u0104")] = "<gone>"  # stands for the byte 4
     tokenizer = PalmetteTokenizer.from_gguf({**full, "tokenizer.ggml.tokens": tokens})
     assert len(tokenizer.encode("the")) == 1
@@ -315,6 +334,43 @@ def test_sentencepiece_control_tokens_stay_text(sentencepiece: PalmetteTokenizer
     assert sentencepiece.vocabulary(300).token_bytes[259:261] == (b" the", b"the")
 
 
+@pytest.mark.parametrize("style", ["normalizer", "metaspace"])
+def test_directory_of_a_sentencepiece_model(tmp_path: Path, style: str) -> None:
+    pieces = [*(f"<0x{value:02X}>" for value in range(256)), "\u2581", "a", "b", "\u2581a"]
+    backend = Tokenizer(
+        models.BPE(
+            vocab={piece: token_id for token_id, piece in enumerate(pieces)},
+            merges=[("\u2581", "a")],
+            byte_fallback=True,
+        )
+    )
+    if style == "normalizer":
+        steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        backend.normalizer = normalizers.Sequence(steps)
+        parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        parts.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        parts = [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]
+    backend.decoder = decoders.Sequence(parts)
+    backend.add_special_tokens(["</s>"])
+    tokenizer = PalmetteTokenizer.from_directory(
+        _write(tmp_path, backend, tokenizer_config={"eos_token": "</s>"})
+    )
+    for text in ("a b", " a", "b\u20ac  a", ""):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == backend.decode(ids, skip_special_tokens=False)
+        assert ids == backend.encode(text).ids
+    assert tokenizer.vocabulary(261).token_bytes[255:] == (
+        b"\xff",
+        b" ",
+        b"a",
+        b"b",
+        b" a",
+        b"</s>",
+    )
+
+
 def test_sec_06_template_that_reaches_for_internals_fails_to_load(tmp_path: Path) -> None:
     config = {"eos_token": "<|im_end|>", "chat_template": "{{ messages.__class__.__mro__ }}"}
     _write(tmp_path, _train(), tokenizer_config=config)
@@ -348,9 +404,9 @@ def test_gguf_pieces_that_are_not_utf_8_are_replaced(
 ) -> None:
     """`read_gguf` keeps such bytes as surrogate escapes, which no tokenizer could take."""
     full = gguf_metadata()
-    tokens = list(full["tokenizer.ggml.tokens"])  # type: ignore[call-overload]
+    tokens = list(full["tokenizer.ggml.tokens"])
     tokens.append("\udcff")
-    types = [*full["tokenizer.ggml.token_type"], 1]  # type: ignore[misc]
+    types = [*full["tokenizer.ggml.token_type"], 1]
     changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     tokenizer = PalmetteTokenizer.from_gguf({**full, **changes})
     assert tokenizer.decode([len(tokens) - 1]) == "\ufffd"
