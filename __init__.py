@@ -1,6 +1,7 @@
 """Palmette: one shared prefix, many continuations, constrained shapes.
 
-Names are loaded on first use, so `import palmette` costs neither torch nor the server.
+Names are loaded on first use, so `import palmette` costs neither torch nor the server. Programs
+written for SGLang's frontend run with `import palmette as sgl`.
 """
 
 from __future__ import annotations
@@ -11,35 +12,134 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from palmette.lang import testing
+    from palmette.lang.api import (
+        Function,
+        assistant,
+        assistant_begin,
+        assistant_end,
+        function,
+        gen,
+        gen_int,
+        gen_string,
+        image,
+        select,
+        system,
+        system_begin,
+        system_end,
+        user,
+        user_begin,
+        user_end,
+        video,
+    )
+    from palmette.lang.backends import (
+        Runtime,
+        flush_cache,
+        get_server_info,
+        set_default_backend,
+    )
+    from palmette.lang.choices import (
+        greedy_token_selection,
+        token_length_normalized,
+        unconditional_likelihood_normalized,
+    )
+    from palmette.lang.errors import ConcretizationError, ProgramError
+    from palmette.lang.explain import explain
+    from palmette.lang.remote import HttpClient, RuntimeEndpoint
+    from palmette.lang.state import ProgramState
     from palmette.runtime.config import EngineConfig
     from palmette.runtime.engine import Engine
     from palmette.runtime.request import LogprobOptions, Output, Request, SamplingParams
 
 # public name -> module that owns it
 _PUBLIC = {
+    "ConcretizationError": "palmette.lang.errors",
     "Engine": "palmette.runtime.engine",
     "EngineConfig": "palmette.runtime.config",
+    "Function": "palmette.lang.api",
+    "HttpClient": "palmette.lang.remote",
     "LogprobOptions": "palmette.runtime.request",
     "Output": "palmette.runtime.request",
+    "ProgramError": "palmette.lang.errors",
+    "ProgramState": "palmette.lang.state",
     "Request": "palmette.runtime.request",
+    "Runtime": "palmette.lang.backends",
+    "RuntimeEndpoint": "palmette.lang.remote",
     "SamplingParams": "palmette.runtime.request",
+    "assistant": "palmette.lang.api",
+    "assistant_begin": "palmette.lang.api",
+    "assistant_end": "palmette.lang.api",
+    "explain": "palmette.lang.explain",
+    "flush_cache": "palmette.lang.backends",
+    "function": "palmette.lang.api",
+    "gen": "palmette.lang.api",
+    "gen_int": "palmette.lang.api",
+    "gen_string": "palmette.lang.api",
+    "get_server_info": "palmette.lang.backends",
+    "greedy_token_selection": "palmette.lang.choices",
+    "image": "palmette.lang.api",
+    "select": "palmette.lang.api",
+    "set_default_backend": "palmette.lang.backends",
+    "system": "palmette.lang.api",
+    "system_begin": "palmette.lang.api",
+    "system_end": "palmette.lang.api",
+    "testing": "palmette.lang.testing",
+    "token_length_normalized": "palmette.lang.choices",
+    "unconditional_likelihood_normalized": "palmette.lang.choices",
+    "user": "palmette.lang.api",
+    "user_begin": "palmette.lang.api",
+    "user_end": "palmette.lang.api",
+    "video": "palmette.lang.api",
 }
+_MODULES = frozenset({"testing"})  # public names that are modules themselves
 
 __all__ = [
+    "ConcretizationError",
     "Engine",
     "EngineConfig",
+    "Function",
+    "HttpClient",
     "LogprobOptions",
     "Output",
+    "ProgramError",
+    "ProgramState",
     "Request",
+    "Runtime",
+    "RuntimeEndpoint",
     "SamplingParams",
+    "assistant",
+    "assistant_begin",
+    "assistant_end",
+    "explain",
+    "flush_cache",
+    "function",
+    "gen",
+    "gen_int",
+    "gen_string",
+    "get_server_info",
+    "greedy_token_selection",
+    "image",
+    "select",
+    "set_default_backend",
+    "system",
+    "system_begin",
+    "system_end",
+    "testing",
+    "token_length_normalized",
+    "unconditional_likelihood_normalized",
+    "user",
+    "user_begin",
+    "user_end",
+    "video",
 ]
 
 
 def __getattr__(name: str) -> object:
-    module = _PUBLIC.get(name)
-    if module is None:
+    owner = _PUBLIC.get(name)
+    if owner is None:
         raise AttributeError(f"module 'palmette' has no attribute {name!r}")
-    value: object = getattr(import_module(module), name)
+    module = import_module(owner)
+    value: object = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

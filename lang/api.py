@@ -1,0 +1,453 @@
+"""The language as users write it. The names and their order of arguments are SGLang's.
+
+@function
+def ask(s, question):
+    s += "Q: " + question + "\\nA:" + gen("answer", stop="\\n")
+
+state = ask.run("Why?")
+state["answer"]
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
+
+from .choices import ChoicesMethod, token_length_normalized
+from .expressions import (
+    Expr,
+    GenArguments,
+    GenExpr,
+    RoleBegin,
+    RoleEnd,
+    RunDefaults,
+    SelectExpr,
+    Stop,
+    Sum,
+    as_expr,
+    dtype_name,
+    grammar_of,
+)
+from .ir import Program
+from .programs import Call, run_many, run_one, trace_one
+from .state import ProgramState, caller_line
+
+if TYPE_CHECKING:
+    from .backends import Backend
+
+
+class Function:
+    """A program: a Python function of a state `s` and arguments."""
+
+    def __init__(
+        self,
+        func: Callable[..., object],
+        *,
+        num_api_spec_tokens: int | None = None,
+        bound: Mapping[str, object] | None = None,
+    ) -> None:
+        names = list(inspect.signature(func).parameters)
+        if not names or names[0] != "s":
+            raise ValueError(
+                f"the first argument of the program {func.__name__!r} must be named 's'"
+            )
+        self.func = func
+        self.num_api_spec_tokens = num_api_spec_tokens
+        self.bound = dict(bound or {})
+        self.arg_names = names[1:]
+        self.__name__ = func.__name__
+        self.__doc__ = func.__doc__
+
+    def bind(self, **arguments: object) -> Function:
+        """This program with some arguments given."""
+        unknown = [name for name in arguments if name not in self.arg_names]
+        if unknown:
+            raise TypeError(f"{self.__name__}() has no argument {unknown[0]!r}")
+        return Function(
+            self.func,
+            num_api_spec_tokens=self.num_api_spec_tokens,
+            bound={**self.bound, **arguments},
+        )
+
+    def __call__(self, *args: object, **kwargs: object) -> ProgramState | object:
+        """Run with the defaults; with a state as first argument, go on in that state."""
+        if args and isinstance(args[0], ProgramState):
+            return self.func(*args, **{**self.bound, **kwargs})
+        return self.run(*args, **kwargs)  # type: ignore[arg-type]
+
+    def run(
+        self,
+        *args: object,
+        max_new_tokens: int = 128,
+        n: int = 1,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        stop_regex: str | Sequence[str] | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        min_p: float = 0.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        ignore_eos: bool = False,
+        return_logprob: bool | None = None,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int | None = None,
+        return_text_in_logprobs: bool | None = None,
+        stream: bool = False,
+        backend: Backend | None = None,
+        use_thread: bool = True,
+        eager: bool = False,
+        **kwargs: object,
+    ) -> ProgramState:
+        """Start the program and return its state; reading from the state waits for the text.
+
+        The keyword arguments named here are the defaults of every gen() in the program; all
+        others are arguments of the program. `stream` and `use_thread` are accepted for SGLang's
+        sake: every state can stream, and no thread is used. `eager` runs each operation at once.
+
+        Raises:
+            Exception: what the program raises before it first waits for text.
+        """
+        _refuse_stop_regex(stop_regex)
+        defaults = RunDefaults(
+            max_tokens=max_new_tokens,
+            n=n,
+            stop=_stop(stop),
+            stop_token_ids=_ids(stop_token_ids),
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            ignore_eos=ignore_eos,
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            return_text_in_logprobs=return_text_in_logprobs,
+        )
+        call = Call(self.func, args, {**self.bound, **kwargs})
+        return run_one(call, defaults=defaults, backend=backend, eager=eager)
+
+    @overload
+    def run_batch(
+        self,
+        batch_kwargs: Sequence[Mapping[str, object] | Sequence[object]],
+        *,
+        generator_style: Literal[False] = False,
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        backend: Backend | None = None,
+        **sampling: object,
+    ) -> list[ProgramState]: ...
+
+    @overload
+    def run_batch(
+        self,
+        batch_kwargs: Sequence[Mapping[str, object] | Sequence[object]],
+        *,
+        generator_style: Literal[True],
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        backend: Backend | None = None,
+        **sampling: object,
+    ) -> Iterator[ProgramState]: ...
+
+    def run_batch(
+        self,
+        batch_kwargs: Sequence[Mapping[str, object] | Sequence[object]],
+        *,
+        generator_style: bool = False,
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        backend: Backend | None = None,
+        **sampling: object,
+    ) -> list[ProgramState] | Iterator[ProgramState]:
+        """Run the program once per entry, all together; states come back in the order of entries.
+
+        Entries are dicts of arguments or tuples of them. `num_threads` bounds how many programs
+        are under way at once ("auto": 1024); no threads are used. `sampling` takes the sampling
+        defaults of `run`. With `generator_style`, states are yielded as they finish, in order.
+
+        A failed operation is kept in its own state (`state.error()`); an exception of the
+        program's Python code is raised after all others have finished.
+        """
+        calls = [self._call_of(entry, index) for index, entry in enumerate(batch_kwargs)]
+        states = run_many(
+            calls,
+            defaults=_defaults_of(sampling),
+            backend=backend,
+            max_active=1024 if num_threads == "auto" else max(1, int(num_threads)),
+            progress_bar=progress_bar,
+        )
+        return states if generator_style else list(states)
+
+    def trace(self, *args: object, **kwargs: object) -> Program:
+        """Record the program without running it; `print` shows its operations.
+
+        Raises:
+            ConcretizationError: the program reads generated text.
+        """
+        call = Call(self.func, args, {**self.bound, **kwargs})
+        return trace_one(call, line=caller_line())
+
+    def _call_of(self, entry: Mapping[str, object] | Sequence[object], index: int) -> Call:
+        if isinstance(entry, Mapping):
+            return Call(self.func, (), {**self.bound, **entry})
+        if isinstance(entry, str) or not isinstance(entry, Sequence):
+            raise TypeError(
+                f"batch_kwargs[{index}]: {type(entry).__name__} is neither a dict nor a tuple of "
+                "arguments"
+            )
+        free = [name for name in self.arg_names if name not in self.bound]
+        if len(entry) > len(free):
+            raise TypeError(
+                f"batch_kwargs[{index}]: {len(entry)} arguments for {self.__name__}({free})"
+            )
+        return Call(self.func, (), {**self.bound, **dict(zip(free, entry, strict=False))})
+
+
+@overload
+def function(func: Callable[..., object], /) -> Function: ...
+@overload
+def function(*, num_api_spec_tokens: int | None = None) -> Callable[..., Function]: ...
+
+
+def function(
+    func: Callable[..., object] | None = None, /, *, num_api_spec_tokens: int | None = None
+) -> Function | Callable[..., Function]:
+    """Make a program of a Python function whose first argument is named `s`."""
+    if func is not None:
+        return Function(func, num_api_spec_tokens=num_api_spec_tokens)
+    return lambda func: Function(func, num_api_spec_tokens=num_api_spec_tokens)
+
+
+def gen(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+    dtype: type | str | None = None,
+    choices: Sequence[str] | None = None,
+    choices_method: ChoicesMethod | None = None,
+    regex: str | None = None,
+    json_schema: str | Mapping[str, object] | type | None = None,
+    *,
+    ebnf: str | None = None,
+    seed: int | None = None,
+    logit_bias: Mapping[int | str, float] | None = None,
+    repetition_penalty: float | None = None,
+    priority: int = 0,
+) -> Expr:
+    """Generate text after the state and bind it to `name`.
+
+    With `choices` it is `select`. At most one of `regex`, `json_schema` (JSON text, a dict, a
+    pydantic model or another Python type) and `ebnf` constrains the text; `dtype` (int, float,
+    bool, str) is a ready-made regex. With n > 1 the variable is a list of n texts and the state
+    goes on with the first.
+
+    Raises:
+        ValueError: an argument is out of range, or two constraints are given.
+    """
+    if choices is not None:
+        return SelectExpr(name, _choices(choices), choices_method or token_length_normalized)
+    _refuse_stop_regex(stop_regex)
+    arguments = GenArguments(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        n=n,
+        stop=_stop(stop),
+        stop_token_ids=_ids(stop_token_ids),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        ignore_eos=ignore_eos,
+        return_logprob=return_logprob,
+        logprob_start_len=logprob_start_len,
+        top_logprobs_num=top_logprobs_num,
+        return_text_in_logprobs=return_text_in_logprobs,
+        dtype=None if dtype is None else dtype_name(dtype),
+        grammar=grammar_of(regex=regex, json_schema=json_schema, ebnf=ebnf),
+        seed=seed,
+        logit_bias=tuple(sorted((int(key), bias) for key, bias in (logit_bias or {}).items())),
+        repetition_penalty=repetition_penalty,
+        priority=priority,
+    )
+    return GenExpr(name, arguments)
+
+
+def gen_int(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+) -> Expr:
+    """gen(dtype=int)."""
+    return _gen_dtype("int", **locals())
+
+
+def gen_string(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+) -> Expr:
+    """gen(dtype=str): a text in double quotes."""
+    return _gen_dtype("str", **locals())
+
+
+def select(
+    name: str | None = None,
+    choices: Sequence[str] | None = None,
+    temperature: float = 0.0,
+    choices_method: ChoicesMethod = token_length_normalized,
+) -> Expr:
+    """Choose the text among `choices` that the model finds most likely after the state."""
+    assert choices is not None, "select needs choices"
+    assert temperature <= 1e-5, "select does not sample: temperature must be 0"
+    return SelectExpr(name, _choices(choices), choices_method)
+
+
+def system(expr: Expr | str | None = None) -> Expr:
+    return _role("system", expr)
+
+
+def user(expr: Expr | str | None = None) -> Expr:
+    return _role("user", expr)
+
+
+def assistant(expr: Expr | str | None = None) -> Expr:
+    return _role("assistant", expr)
+
+
+def system_begin() -> Expr:
+    return RoleBegin("system")
+
+
+def system_end() -> Expr:
+    return RoleEnd("system")
+
+
+def user_begin() -> Expr:
+    return RoleBegin("user")
+
+
+def user_end() -> Expr:
+    return RoleEnd("user")
+
+
+def assistant_begin() -> Expr:
+    return RoleBegin("assistant")
+
+
+def assistant_end() -> Expr:
+    return RoleEnd("assistant")
+
+
+def image(path: str | bytes) -> NoReturn:
+    """Raises ValueError: no model that runs here takes images."""
+    raise ValueError("image: the models that run here take text only")
+
+
+def video(path: str, num_frames: int) -> NoReturn:
+    """Raises ValueError: no model that runs here takes videos."""
+    raise ValueError("video: the models that run here take text only")
+
+
+def _role(role: str, expr: Expr | str | None) -> Expr:
+    return Sum((RoleBegin(role), as_expr("" if expr is None else expr), RoleEnd(role)))
+
+
+def _gen_dtype(dtype: str, **arguments: object) -> Expr:
+    return gen(dtype=dtype, **arguments)  # type: ignore[arg-type]
+
+
+def _choices(choices: Sequence[str]) -> tuple[str, ...]:
+    texts = tuple(choices)
+    if not texts or isinstance(choices, str) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"choices: {choices!r:.60} must be a list of at least one text")
+    if not all(texts):
+        raise ValueError("choices: an empty text cannot be scored")
+    return texts
+
+
+def _stop(stop: str | Sequence[str] | None) -> Stop | None:
+    return stop if stop is None or isinstance(stop, str) else tuple(stop)
+
+
+def _ids(ids: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(ids)
+
+
+def _refuse_stop_regex(stop_regex: str | Sequence[str] | None) -> None:
+    if stop_regex:
+        raise ValueError("stop_regex is not supported; use stop, or a regex for the whole text")
+
+
+def _defaults_of(sampling: Mapping[str, object]) -> RunDefaults:
+    """The sampling defaults among the keyword arguments of run_batch.
+
+    Raises:
+        TypeError: an argument is none of them.
+    """
+    arguments = dict(sampling)
+    arguments.pop("use_thread", None)
+    _refuse_stop_regex(arguments.pop("stop_regex", None))  # type: ignore[arg-type]
+    if "max_new_tokens" in arguments:
+        arguments["max_tokens"] = arguments.pop("max_new_tokens")
+    if "stop" in arguments:
+        arguments["stop"] = _stop(arguments["stop"])  # type: ignore[arg-type]
+    if "stop_token_ids" in arguments:
+        arguments["stop_token_ids"] = _ids(arguments["stop_token_ids"])  # type: ignore[arg-type]
+    unknown = [name for name in arguments if name not in RunDefaults._fields]
+    if unknown:
+        raise TypeError(
+            f"run_batch() has no argument {unknown[0]!r}; arguments of the program go into the "
+            "entries, or into bind()"
+        )
+    return RunDefaults(**arguments)  # type: ignore[arg-type]

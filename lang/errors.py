@@ -1,0 +1,43 @@
+"""What goes wrong in a program, told where the user wrote it."""
+
+from __future__ import annotations
+
+import linecache
+
+from .ir import Line
+
+
+class ProgramError(RuntimeError):
+    """An operation of a program failed; every later read of what depends on it raises this.
+
+    `variable` and `line` say which operation, `code` is the stable word of the engine or server
+    (invalid_value, grammar, overloaded, ...), `reason` its message alone.
+    """
+
+    def __init__(
+        self, reason: str, *, operation: str, variable: str | None, line: Line, code: str
+    ) -> None:
+        self.reason = reason
+        self.operation = operation
+        self.variable = variable
+        self.line = line
+        self.code = code
+        what = operation if variable is None else f"{operation} {variable!r}"
+        source = linecache.getline(line.file, line.number).strip()
+        message = f"{what} failed: {reason}\n  {line.file}:{line.number} in {line.function}"
+        super().__init__(f"{message}\n    {source}" if source else message)
+
+
+class ConcretizationError(RuntimeError):
+    """A program that is only recorded asked for text that no model has generated."""
+
+    def __init__(self, what: str, line: Line) -> None:
+        super().__init__(
+            f"{what} is not known while a program is only recorded ({line.file}:{line.number} in "
+            f"{line.function}); run the program, or move what depends on it out of the function"
+        )
+        self.line = line
+
+
+class BackendError(RuntimeError):
+    """The backend gave up or cannot be reached; nothing about one request is wrong."""

@@ -1,0 +1,257 @@
+"""A recorded program as a pure state machine: nodes in, requests out, outputs in, requests out.
+
+    start() -> requests ;  on_output(output) -> more requests ;  until nothing is open
+
+It never waits and knows no transport, so the same code runs in the caller's loop, over HTTP or in
+an engine's process. Every operation whose source is known goes out at once: all branches of all
+forks run together. A failed operation marks what depends on it and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from palmette.runtime.request import ErrorInfo, Output, Request
+
+from .calls import GenCall, PendingCall, Result, SelectCall, Stream, continue_with
+from .content import Content, Encoder, extend, splice
+from .errors import BackendError, ProgramError
+from .ir import Call, Extend, Gen, Insert, Line, Node, Select, Splice, StateId, Text, ValueId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRecord:
+    """A finished Gen or Select, for `explain`."""
+
+    kind: str
+    name: str | None
+    line: Line
+    streams: tuple[Stream, ...]
+
+
+class ProgramRun:
+    """The run of one program whose nodes may still be growing."""
+
+    def __init__(self, *, root: Content, encoder: Encoder, run_id: str) -> None:
+        self.run_id = run_id
+        self.records: list[CallRecord] = []
+        self.error: ProgramError | None = None  # the first one
+        self._encoder = encoder
+        self._nodes: list[Node] = []
+        self._num_started = 0  # nodes before this one were looked at
+        self._num_open = 0  # nodes without a result
+        self._contents: dict[StateId, Content | ProgramError] = {StateId(0): root}
+        self._results: dict[ValueId, Result | ProgramError] = {}
+        self._waiting_state: dict[StateId, list[Node]] = {}
+        self._waiting_value: dict[ValueId, list[Node]] = {}
+        self._calls: dict[str, tuple[Gen | Select, PendingCall]] = {}  # request id -> its call
+        self._calls_by_value: dict[ValueId, PendingCall] = {}
+        self._ready: deque[Node] = deque()
+
+    def append(self, node: Node) -> None:
+        """Record one more node; nothing happens before `start`."""
+        self._nodes.append(node)
+        self._num_open += 1
+
+    @property
+    def nodes(self) -> list[Node]:
+        return self._nodes
+
+    @property
+    def has_new(self) -> bool:
+        """Whether nodes were recorded since the last `start`."""
+        return self._num_started < len(self._nodes)
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_open == 0
+
+    def start(self) -> list[Request]:
+        """Requests of all nodes recorded since the last call that can go out now."""
+        self._ready.extend(self._nodes[self._num_started :])
+        self._num_started = len(self._nodes)
+        return self._advance()
+
+    def on_output(self, output: Output) -> list[Request]:
+        """Take one output of a request of this run; the requests that it made possible."""
+        node, call = self._calls[output.request_id]
+        is_complete = call.on_output(output)
+        if output.finish is not None:
+            del self._calls[output.request_id]
+        if not is_complete:
+            return []
+        self.records.append(
+            CallRecord(
+                kind=_kind(node), name=node.name, line=node.line, streams=tuple(call.streams)
+            )
+        )
+        failure = call.failure()
+        self._finish(node, call.result() if failure is None else program_error(node, failure))
+        return self._advance()
+
+    def content(self, state: StateId) -> Content | ProgramError | None:
+        """The content of a state; None: not known yet."""
+        return self._contents.get(state)
+
+    def result(self, value: ValueId) -> Result | ProgramError | None:
+        """The result of a value; None: not known yet."""
+        return self._results.get(value)
+
+    def pending(self, value: ValueId) -> PendingCall | None:
+        """The call that is making a value right now."""
+        return self._calls_by_value.get(value)
+
+    def fail_calls(self, message: str) -> list[Request]:
+        """End every call under way: whoever should have answered has nothing more to say."""
+        failure = ErrorInfo(code="internal", message=message)
+        calls = {id(call): node for node, call in self._calls.values()}
+        self._calls.clear()
+        for node in calls.values():
+            self._finish(node, program_error(node, failure))
+        return self._advance()
+
+    def _advance(self) -> list[Request]:
+        requests: list[Request] = []
+        while self._ready:
+            node = self._ready.popleft()
+            match node:
+                case Extend():
+                    self._extend(node)
+                case Call():
+                    self._call(node)
+                case _:
+                    requests.extend(self._issue(node))
+        return requests
+
+    def _extend(self, node: Extend) -> None:
+        source = self._content_of(node.source, node)
+        piece = node.piece
+        target: Content | ProgramError | None
+        if source is None or isinstance(source, ProgramError):
+            target = source
+        elif isinstance(piece, Text):
+            target = extend(source, piece.text, trusted=piece.trusted)
+        elif isinstance(piece, Insert):
+            result = self._result_of(piece.value, node)
+            target = (
+                extend(source, str(result.value), trusted=piece.trusted)
+                if isinstance(result, Result)
+                else result
+            )
+        else:
+            target = self._splice(piece, source, node)
+        if target is not None:
+            self._set_content(node.target, target)
+            self._num_open -= 1
+
+    def _splice(self, piece: Splice, source: Content, node: Node) -> Content | ProgramError | None:
+        base = self._content_of(piece.base, node)
+        if not isinstance(base, Content):
+            return base
+        tip = self._content_of(piece.tip, node)
+        if not isinstance(tip, Content):
+            return tip
+        return splice(source, base=base, tip=tip)
+
+    def _call(self, node: Call) -> None:
+        values: list[object] = []
+        for argument in node.arguments:
+            result = self._result_of(argument, node)
+            if result is None:
+                return
+            if isinstance(result, ProgramError):
+                self._finish(node, result)
+                return
+            values.append(result.value)
+        self._finish(node, call_function(node, values))
+
+    def _issue(self, node: Gen | Select) -> list[Request]:
+        source = self._content_of(node.source, node)
+        if source is None:
+            return []
+        if isinstance(source, ProgramError):
+            self._finish(node, source)
+            return []
+        call = open_call(node, source, self._encoder, f"{self.run_id}-{node.value}")
+        if isinstance(call, ProgramError):
+            self._finish(node, call)
+            return []
+        self._calls_by_value[node.value] = call
+        requests = [stream.request for stream in call.streams]
+        for request in requests:
+            self._calls[request.request_id] = (node, call)
+        return requests
+
+    def _finish(self, node: Node, outcome: Result | ProgramError) -> None:
+        self._num_open -= 1
+        if isinstance(outcome, ProgramError) and self.error is None:
+            self.error = outcome
+        if isinstance(node, Extend):
+            assert isinstance(outcome, ProgramError)  # a good one goes through _extend
+            self._set_content(node.target, outcome)
+            return
+        self._calls_by_value.pop(node.value, None)
+        self._results[node.value] = outcome
+        self._ready.extend(self._waiting_value.pop(node.value, ()))
+        if isinstance(node, Call):
+            return
+        if isinstance(outcome, ProgramError):
+            self._set_content(node.target, outcome)
+            return
+        source = self._contents[node.source]
+        assert isinstance(source, Content)  # the call was made from it
+        self._set_content(node.target, continue_with(source, outcome, trusted=node.trusted))
+
+    def _set_content(self, state: StateId, content: Content | ProgramError) -> None:
+        self._contents[state] = content
+        self._ready.extend(self._waiting_state.pop(state, ()))
+
+    def _content_of(self, state: StateId, node: Node) -> Content | ProgramError | None:
+        content = self._contents.get(state)
+        if content is None:
+            self._waiting_state.setdefault(state, []).append(node)
+        return content
+
+    def _result_of(self, value: ValueId, node: Node) -> Result | ProgramError | None:
+        result = self._results.get(value)
+        if result is None:
+            self._waiting_value.setdefault(value, []).append(node)
+        return result
+
+
+def open_call(
+    node: Gen | Select, source: Content, encoder: Encoder, request_id: str
+) -> PendingCall | ProgramError:
+    """The requests of one operation; an error where the prompt cannot be made."""
+    make = GenCall if isinstance(node, Gen) else SelectCall
+    try:
+        return make(node, source, encoder, request_id)  # type: ignore[arg-type]
+    except (ValueError, BackendError) as error:
+        return program_error(node, ErrorInfo(code="invalid_value", message=str(error)))
+
+
+def call_function(node: Call, values: list[object]) -> Result | ProgramError:
+    """Run a host function. What it raises becomes the error of its value."""
+    try:
+        return Result(value=node.function(*values))
+    except Exception as error:  # the fault boundary of a program: the user's code
+        failure = program_error(
+            node, ErrorInfo(code="call", message=f"{type(error).__name__}: {error}")
+        )
+        failure.__cause__ = error
+        return failure
+
+
+def _kind(node: Node) -> str:
+    return type(node).__name__.lower()
+
+
+def program_error(node: Node, failure: ErrorInfo) -> ProgramError:
+    return ProgramError(
+        failure.message,
+        operation=_kind(node),
+        variable=None if isinstance(node, Extend) else node.name,
+        line=node.line,
+        code=failure.code,
+    )

@@ -1,0 +1,133 @@
+"""What a finished run cost, call by call, and which prefixes an engine holds, as text.
+
+Predictions before a run are not made yet; everything shown here was measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .ir import Line
+from .state import ProgramState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRow:
+    """One Gen or Select. A Select and a Gen with n > 1 sum over their requests."""
+
+    kind: str
+    name: str | None
+    line: Line
+    num_requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    seconds: float | None  # until the last request finished; None: the backend tells no times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The calls of one or more runs in the order they finished; prints as a table."""
+
+    rows: tuple[CallRow, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(row.prompt_tokens for row in self.rows)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(row.cached_tokens for row in self.rows)
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(row.computed_tokens for row in self.rows)
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(row.generated_tokens for row in self.rows)
+
+    def __str__(self) -> str:
+        header = ("call", "line", "requests", "prompt", "cached", "computed", "generated", "ms")
+        lines = [header, *map(_cells, self.rows)]
+        total = ("total", "", sum(row.num_requests for row in self.rows), self.prompt_tokens)
+        lines.append(
+            (*map(str, total), *map(str, (self.cached_tokens, self.computed_tokens)),
+             str(self.generated_tokens), "")
+        )  # fmt: skip
+        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        return "\n".join(_aligned(line, widths) for line in lines)
+
+
+def explain(states: ProgramState | Iterable[ProgramState]) -> Explanation:
+    """The calls of finished runs; waits for their end."""
+    if isinstance(states, ProgramState):
+        states = [states]
+    rows: list[CallRow] = []
+    for state in states:
+        state.sync()
+        for record in state._host.reading.records:
+            usages = [stream.usage for stream in record.streams]
+            times = [stream.timing.finished_s for stream in record.streams]
+            known = [time for time in times if time is not None]
+            rows.append(
+                CallRow(
+                    kind=record.kind,
+                    name=record.name,
+                    line=record.line,
+                    num_requests=len(usages),
+                    prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+                    cached_tokens=sum(usage.cached_tokens for usage in usages),
+                    computed_tokens=sum(usage.computed_tokens for usage in usages),
+                    generated_tokens=sum(usage.completion_tokens for usage in usages),
+                    seconds=max(known) if known else None,
+                )
+            )
+    return Explanation(rows=tuple(rows))
+
+
+class TreeNode(Protocol):
+    """What `Engine.snapshot()` gives: a node of the tree of prefixes."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def children(self) -> Sequence[TreeNode]: ...
+
+
+def format_tree(root: TreeNode, decode: Callable[[Sequence[int]], str], *, width: int = 60) -> str:
+    """The tree of shared prefixes as indented text: tokens and the beginning of their text."""
+    lines: list[str] = []
+    stack = [(child, 0) for child in reversed(root.children)]
+    while stack:
+        node, depth = stack.pop()
+        text = repr(decode(node.token_ids))
+        shown = text if len(text) <= width else f"{text[: width - 1]}~"
+        lines.append(f"{'  ' * depth}{len(node.token_ids):>6} tokens  {shown}")
+        stack.extend((child, depth + 1) for child in reversed(node.children))
+    return "\n".join(lines) if lines else "(no prefixes)"
+
+
+def _cells(row: CallRow) -> tuple[str, ...]:
+    name = row.kind if row.name is None else f"{row.kind} {row.name}"
+    place = f"{os.path.basename(row.line.file)}:{row.line.number}"
+    time = "" if row.seconds is None else f"{row.seconds * 1000:.1f}"
+    counts = (
+        row.num_requests,
+        row.prompt_tokens,
+        row.cached_tokens,
+        row.computed_tokens,
+        row.generated_tokens,
+    )
+    return (name, place, *map(str, counts), time)
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    texts = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
+    numbers = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
+    return "  ".join(texts + numbers).rstrip()

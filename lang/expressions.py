@@ -1,0 +1,262 @@
+"""What stands on the right of `s +=`: text, gen, select, roles, and sums of these.
+
+An expression is plain data that a state reads when it is appended; it can be kept, appended
+twice, and added to text from both sides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from palmette.constrained.spec import GrammarKind, GrammarSpec
+from palmette.runtime.request import LogprobOptions, SamplingParams
+
+from .choices import ChoicesMethod
+from .ir import GenOptions
+
+Stop: TypeAlias = str | tuple[str, ...]
+T = TypeVar("T")
+
+# The patterns of SGLang's dtypes. Numbers also stop at a blank or line feed.
+_DTYPE_REGEX = {
+    "int": r"[-+]?[0-9]+[ \n]*",
+    "float": r"[-+]?[0-9]*\.?[0-9]+[ \n]*",
+    "bool": r"(True|False)",
+    "str": r"\"[\w\d\s]*\"",
+}
+_NUMBER_STOPS = (" ", "\n")
+
+
+class Expr:
+    """Anything that can be added to text and appended to a state."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Expr | str) -> Sum:
+        return Sum((*_terms(self), *_terms(other)))
+
+    def __radd__(self, other: Expr | str) -> Sum:
+        return Sum((*_terms(other), *_terms(self)))
+
+
+class Constant(Expr):
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class Sum(Expr):
+    """Terms in the order they are appended."""
+
+    __slots__ = ("terms",)
+
+    def __init__(self, terms: tuple[Expr, ...]) -> None:
+        self.terms = terms
+
+
+class RoleBegin(Expr):
+    __slots__ = ("role",)
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+
+
+class RoleEnd(Expr):
+    __slots__ = ("role",)
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+
+
+class SelectExpr(Expr):
+    __slots__ = ("choices", "method", "name")
+
+    def __init__(self, name: str | None, choices: tuple[str, ...], method: ChoicesMethod) -> None:
+        self.name = name
+        self.choices = choices
+        self.method = method
+
+
+class GenExpr(Expr):
+    __slots__ = ("arguments", "name")
+
+    def __init__(self, name: str | None, arguments: GenArguments) -> None:
+        self.name = name
+        self.arguments = arguments
+
+
+def as_expr(value: object) -> Expr:
+    """`value` as an expression.
+
+    Raises:
+        TypeError: it is neither text nor an expression.
+    """
+    if isinstance(value, str):
+        return Constant(value)
+    if isinstance(value, Expr):
+        return value
+    hint = "; use str() or an f-string" if isinstance(value, int | float) else ""
+    raise TypeError(
+        f"a state takes text, gen(), select() and roles, not {type(value).__name__}"
+        f" ({value!r:.60}){hint}"
+    )
+
+
+def _terms(value: object) -> tuple[Expr, ...]:
+    expr = as_expr(value)
+    return expr.terms if isinstance(expr, Sum) else (expr,)
+
+
+class GenArguments(NamedTuple):
+    """The arguments of one gen() as written; None: the run's default."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    stop: Stop | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    ignore_eos: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+    dtype: str | None = None
+    grammar: GrammarSpec | None = None
+    seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float | None = None
+    priority: int = 0
+
+
+class RunDefaults(NamedTuple):
+    """What gen() uses where it says nothing: the keyword arguments of run()."""
+
+    max_tokens: int = 128
+    n: int = 1
+    stop: Stop | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    ignore_eos: bool = False
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+
+
+@lru_cache(maxsize=4096)
+def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
+    """What one gen() of one run asks for.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    stop = _or(arguments.stop, defaults.stop)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    grammar = arguments.grammar
+    if arguments.dtype is not None:
+        grammar = GrammarSpec(kind=GrammarKind.REGEX, source=_DTYPE_REGEX[arguments.dtype])
+        if arguments.dtype in ("int", "float"):
+            stops += tuple(text for text in _NUMBER_STOPS if text not in stops)
+    sampling = SamplingParams(
+        max_new_tokens=_or(arguments.max_tokens, defaults.max_tokens),
+        min_new_tokens=arguments.min_tokens or 0,
+        temperature=_or(arguments.temperature, defaults.temperature),
+        top_k=_or(arguments.top_k, defaults.top_k),
+        top_p=_or(arguments.top_p, defaults.top_p),
+        min_p=_or(arguments.min_p, defaults.min_p),
+        presence_penalty=_or(arguments.presence_penalty, defaults.presence_penalty),
+        frequency_penalty=_or(arguments.frequency_penalty, defaults.frequency_penalty),
+        repetition_penalty=_or(arguments.repetition_penalty, 1.0),
+        logit_bias=arguments.logit_bias,
+        seed=arguments.seed,
+        stop=stops,
+        stop_token_ids=_or(arguments.stop_token_ids, defaults.stop_token_ids or ()),
+        ignore_eos=_or(arguments.ignore_eos, defaults.ignore_eos),
+    )
+    num_choices = _or(arguments.n, defaults.n)
+    if num_choices < 1:
+        raise ValueError(f"n: {num_choices} is out of range; it must be >= 1")
+    return GenOptions(
+        sampling=sampling,
+        grammar=grammar,
+        logprobs=_logprobs(arguments, defaults),
+        num_choices=num_choices,
+        text_in_logprobs=bool(
+            _or(arguments.return_text_in_logprobs, defaults.return_text_in_logprobs)
+        ),
+        priority=arguments.priority,
+    )
+
+
+def _logprobs(arguments: GenArguments, defaults: RunDefaults) -> LogprobOptions:
+    if not _or(arguments.return_logprob, defaults.return_logprob):
+        return LogprobOptions()
+    start = _or(arguments.logprob_start_len, defaults.logprob_start_len)
+    return LogprobOptions(
+        output=True,
+        num_top=_or(arguments.top_logprobs_num, defaults.top_logprobs_num) or 0,
+        prompt_start=None if start is None or start < 0 else start,
+    )
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a dtype given as a type or a name.
+
+    Raises:
+        ValueError: it is none of int, float, bool, str.
+    """
+    name = dtype.__name__ if isinstance(dtype, type) else dtype
+    if not isinstance(name, str) or name not in _DTYPE_REGEX:
+        raise ValueError(f"dtype: {dtype!r} is not supported; use int, float, bool or str")
+    return name
+
+
+def grammar_of(*, regex: str | None, json_schema: object, ebnf: str | None) -> GrammarSpec | None:
+    """The one constraint given, if any. `json_schema`: JSON text, a dict, or a Python type.
+
+    Raises:
+        ValueError: more than one is given.
+    """
+    given = [
+        name
+        for name, value in (("regex", regex), ("json_schema", json_schema), ("ebnf", ebnf))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ValueError(f"gen takes one constraint, not {' and '.join(given)}")
+    if regex is not None:
+        return GrammarSpec(kind=GrammarKind.REGEX, source=regex)
+    if ebnf is not None:
+        return GrammarSpec(kind=GrammarKind.EBNF, source=ebnf)
+    if json_schema is None:
+        return None
+    if isinstance(json_schema, str):
+        return GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=json_schema)
+    if isinstance(json_schema, Mapping):
+        return GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(json_schema))
+    return _spec_of_type(json_schema)
+
+
+def _spec_of_type(value: object) -> GrammarSpec:
+    from palmette.constrained.types import to_spec  # pydantic is slow to import; few need it
+
+    return to_spec(value)

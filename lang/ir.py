@@ -1,0 +1,186 @@
+"""The closed set of operations of a program, as immutable data, and how a program prints.
+
+A state is a prefix, a value is generated text; both are ids that are assigned once. An operation
+reads older ids and makes newer ones, so a list of nodes in the order of their making is in SSA
+form, and fork is no operation: it is a state that is used twice.
+
+    %1 = extend %0 "Q: 1+1="
+    %2, v0 = gen "x" %1
+
+Nodes and pieces are named tuples, not frozen dataclasses: one is made for every operation of
+every program, and a tuple costs a third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, NewType, TypeAlias
+
+from palmette.constrained.spec import GrammarSpec
+from palmette.runtime.request import LogprobOptions, SamplingParams
+
+from .choices import ChoicesMethod
+
+StateId = NewType("StateId", int)
+ValueId = NewType("ValueId", int)
+
+ROOT = StateId(0)  # the empty prefix every program starts from
+
+
+class Line(NamedTuple):
+    """Where the user wrote an operation."""
+
+    file: str
+    number: int
+    function: str
+
+
+class Text(NamedTuple):
+    """Constant text. `trusted`: spellings of control tokens in it are control tokens."""
+
+    text: str
+    trusted: bool
+
+
+class Insert(NamedTuple):
+    """The text of a value, once it is known."""
+
+    value: ValueId
+    trusted: bool
+
+
+class Splice(NamedTuple):
+    """What lies between two states of one line of descent, token for token."""
+
+    base: StateId
+    tip: StateId
+
+
+Piece: TypeAlias = Text | Insert | Splice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenOptions:
+    """How a Gen samples: everything but the prompt, judged when the program wrote it."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    grammar: GrammarSpec | None = None
+    logprobs: LogprobOptions = field(default_factory=LogprobOptions)
+    num_choices: int = 1
+    text_in_logprobs: bool = False
+    priority: int = 0
+
+
+class Extend(NamedTuple):
+    source: StateId
+    target: StateId
+    piece: Piece
+    line: Line
+
+
+class Gen(NamedTuple):
+    """Generate after `source`; `target` goes on with the (first) generated text."""
+
+    source: StateId
+    target: StateId
+    value: ValueId
+    name: str | None
+    options: GenOptions
+    trusted: bool  # of text that has to be encoded again where a stop string cuts a token
+    line: Line
+
+
+class Select(NamedTuple):
+    """Choose one of `choices` after `source`; `target` goes on with the chosen text."""
+
+    source: StateId
+    target: StateId
+    value: ValueId
+    name: str | None
+    choices: tuple[str, ...]
+    method: ChoicesMethod
+    trusted: bool
+    line: Line
+
+
+class Call(NamedTuple):
+    """A host function of the texts of values; its result is a value."""
+
+    value: ValueId
+    name: str | None
+    function: Callable[..., object]
+    arguments: tuple[ValueId, ...]
+    line: Line
+
+
+Node: TypeAlias = Extend | Gen | Select | Call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A recorded run: nodes in SSA order."""
+
+    name: str
+    nodes: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([f"program {self.name}", *map(format_node, self.nodes)])
+
+
+def format_node(node: Node) -> str:
+    """One line of a printed program."""
+    match node:
+        case Extend():
+            left, right = f"%{node.target}", f"extend %{node.source} {_format_piece(node.piece)}"
+        case Gen():
+            left = f"%{node.target}, v{node.value}"
+            right = f"gen{_format_name(node.name)} %{node.source} {_format_options(node.options)}"
+        case Select():
+            left = f"%{node.target}, v{node.value}"
+            choices = _format_strings(node.choices)
+            right = f"select{_format_name(node.name)} %{node.source} {choices}"
+        case Call():
+            left = f"v{node.value}"
+            name = getattr(node.function, "__qualname__", repr(node.function))
+            arguments = ", ".join(f"v{value}" for value in node.arguments)
+            right = f"call{_format_name(node.name)} {name}({arguments})"
+    return f"  {left} = {right.rstrip()}"
+
+
+def _format_piece(piece: Piece) -> str:
+    match piece:
+        case Text():
+            return _shorten(piece.text)
+        case Insert():
+            return f"v{piece.value}"
+        case Splice():
+            return f"%{piece.base}..%{piece.tip}"
+
+
+def _format_name(name: str | None) -> str:
+    return "" if name is None else f" {name!r}"
+
+
+def _format_options(options: GenOptions) -> str:
+    sampling = options.sampling
+    parts = [f"max_tokens={sampling.max_new_tokens}"]
+    if options.num_choices > 1:
+        parts.append(f"n={options.num_choices}")
+    if sampling.temperature != 1.0:
+        parts.append(f"temperature={sampling.temperature:g}")
+    if sampling.stop:
+        parts.append(f"stop={_format_strings(sampling.stop)}")
+    if options.grammar is not None:
+        parts.append(f"{options.grammar.kind}={_shorten(options.grammar.source)}")
+    return " ".join(parts)
+
+
+def _format_strings(texts: Sequence[str]) -> str:
+    return "[" + ", ".join(map(_shorten, texts)) + "]"
+
+
+def _shorten(text: str, *, limit: int = 60) -> str:
+    if len(text) <= limit:
+        return repr(text)
+    return f"{text[: limit - 20]!r}...{text[-15:]!r}"

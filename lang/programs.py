@@ -1,0 +1,152 @@
+"""Starting programs: one, many together, or only recorded."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from .backends import session_of
+from .chat import PLAIN
+from .errors import ProgramError
+from .expressions import RunDefaults
+from .interpreter import Interpreter
+from .ir import Line, Program
+from .session import Session, Task
+from .state import Host, ProgramState
+from .trace import DryRecorder, Recorder
+
+if TYPE_CHECKING:
+    from .backends import Backend
+
+
+class Call(NamedTuple):
+    """A program with its arguments."""
+
+    func: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+
+
+def run_one(
+    call: Call, *, defaults: RunDefaults, backend: Backend | None, eager: bool
+) -> ProgramState:
+    """Start a program; its body runs until it first waits for text.
+
+    Raises:
+        Exception: what the body raised until then. Failed operations are kept for their readers.
+    """
+    state = _start(call, defaults=defaults, session=session_of(backend), eager=eager)
+    task = state._host.task
+    assert task is not None
+    if task.error is not None and not isinstance(task.error, ProgramError):
+        raise task.error
+    return state
+
+
+def run_many(
+    calls: Sequence[Call],
+    *,
+    defaults: RunDefaults,
+    backend: Backend | None,
+    max_active: int,
+    progress_bar: bool,
+) -> Iterator[ProgramState]:
+    """Run programs together, at most `max_active` at once; yields in the order of `calls`.
+
+    Raises:
+        Exception: the first exception of a body that is no failed operation, after all finished.
+    """
+    session = session_of(backend)
+    return _run_many(calls, defaults, session, max_active, progress_bar)
+
+
+def _run_many(
+    calls: Sequence[Call],
+    defaults: RunDefaults,
+    session: Session,
+    max_active: int,
+    progress_bar: bool,
+) -> Iterator[ProgramState]:
+    waiting = deque(enumerate(calls))
+    active: dict[int, ProgramState] = {}
+    finished: dict[int, ProgramState] = {}
+    failed: tuple[int, BaseException] | None = None
+    num_yielded = 0
+
+    def is_one_done() -> bool:
+        return any(_is_done(state) for state in active.values())
+
+    with _progress(len(calls), show=progress_bar) as bar:
+        while waiting or active or finished:
+            while waiting and len(active) < max_active:
+                index, call = waiting.popleft()
+                active[index] = _start(call, defaults=defaults, session=session, eager=False)
+            watched = [one for state in active.values() for one in state._host.watched]
+            session.wait(is_one_done, watched)
+            for index in [index for index, state in active.items() if _is_done(state)]:
+                state = finished[index] = active.pop(index)
+                error = state._host.task.error if state._host.task is not None else None
+                if error is not None and not isinstance(error, ProgramError) and failed is None:
+                    failed = index, error
+                bar.advance()
+            while num_yielded in finished:
+                yield finished.pop(num_yielded)
+                num_yielded += 1
+    if failed is not None:
+        index, error = failed
+        error.add_note(f"in program {index} of the batch")
+        raise error
+
+
+def trace_one(call: Call, *, line: Line) -> Program:
+    """Record a program without a backend."""
+    recorder = DryRecorder(line)
+    host = Host(reading=recorder, session=None, chat=lambda: PLAIN, defaults=RunDefaults())
+    call.func(ProgramState(host), *call.args, **call.kwargs)
+    return recorder.program(call.func.__name__)
+
+
+def _start(call: Call, *, defaults: RunDefaults, session: Session, eager: bool) -> ProgramState:
+    reading = Interpreter(session) if eager else Recorder(session)
+    host = Host(reading=reading, session=session, chat=lambda: session.chat, defaults=defaults)
+    state = ProgramState(host)
+    host.task = Task(session, lambda: call.func(state, *call.args, **call.kwargs))
+    session.resume(host.task)
+    return state
+
+
+def _is_done(state: ProgramState) -> bool:
+    return state._host.is_over() and state._host.reading.is_done
+
+
+class _Bar(Protocol):
+    def advance(self) -> None: ...
+
+
+class _NoBar:
+    def advance(self) -> None:
+        """Shows nothing."""
+
+
+class _RichBar:
+    def __init__(self, total: int) -> None:
+        from rich.progress import Progress  # only who asks for a bar pays for it
+
+        self._progress = Progress(transient=False)
+        self._task = self._progress.add_task("programs", total=total)
+
+    def __enter__(self) -> _RichBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+
+def _progress(total: int, *, show: bool) -> AbstractContextManager[_Bar]:
+    return _RichBar(total) if show else nullcontext(_NoBar())

@@ -1,0 +1,580 @@
+"""`s`: what a program writes to and reads from.
+
+A state is a place in the recorded graph (the tip of a prefix), the variables bound so far and the
+conversation's roles. Writing records; reading waits until what is read is there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
+
+from .calls import Meta
+from .chat import ChatFormat, Message
+from .content import links, text_of
+from .errors import BackendError
+from .expressions import (
+    Constant,
+    Expr,
+    GenExpr,
+    RoleBegin,
+    RoleEnd,
+    RunDefaults,
+    SelectExpr,
+    Sum,
+    as_expr,
+    resolve,
+)
+from .ir import ROOT, Line, Splice, StateId, Text, ValueId
+from .session import Session, Task, current_task
+from .trace import Reading
+
+
+class Bound(NamedTuple):
+    """A variable that holds a generated value."""
+
+    value: ValueId
+
+
+class Span(NamedTuple):
+    """A variable that holds the text between two states."""
+
+    base: StateId
+    tip: StateId
+
+
+class Gathered(list[object]):
+    """The bindings of one variable in several forks."""
+
+
+class Turn(NamedTuple):
+    """One message; `tip` is where its content ends."""
+
+    role: str
+    base: StateId
+    tip: StateId
+
+
+class Host:
+    """What all states of one run share."""
+
+    __slots__ = ("chat", "defaults", "reading", "session", "task")
+
+    def __init__(
+        self,
+        *,
+        reading: Reading,
+        session: Session | None,
+        chat: Callable[[], ChatFormat],
+        defaults: RunDefaults,
+    ) -> None:
+        self.reading = reading
+        self.session = session
+        self.chat = chat
+        self.defaults = defaults
+        self.task: Task | None = None
+
+    @property
+    def watched(self) -> tuple[object, ...]:
+        return (*self.reading.sinks, self.task)
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        assert self.session is not None  # a dry recorder never waits
+        self.session.wait(done, self.watched)
+
+    def is_inside(self) -> bool:
+        """Whether the caller is the program's own body, or a program that it started."""
+        task = current_task()
+        while task is not None:
+            if task is self.task:
+                return True
+            task = task.starter
+        return self.task is None
+
+    def is_over(self) -> bool:
+        """Whether the body has ended."""
+        return self.task is None or self.task.finished
+
+    def finish_body(self) -> None:
+        """Wait for the end of the body, for readers outside of it."""
+        if not self.is_over() and not self.is_inside():
+            self.wait(self.is_over)
+
+    def raise_body_error(self) -> None:
+        """Raise what ended the body, for readers outside of it."""
+        if self.task is not None and self.task.error is not None and not self.is_inside():
+            raise self.task.error
+
+
+Forker: TypeAlias = "Callable[[int], Expr | str] | Sequence[Expr | str]"
+
+
+def caller_line() -> Line:
+    """Where the innermost frame outside of this folder stands."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
+        frame = frame.f_back
+    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+class ProgramState:
+    """A growing prompt with variables. The first argument of every program.
+
+    `s += expr` appends, `s["x"]` reads a variable, `s.fork(n)` makes n states that go on from here.
+    """
+
+    __slots__ = ("_base", "_host", "_role", "_role_base", "_state", "_turns", "_variables")
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._state = ROOT
+        self._base = ROOT  # where this fork began
+        self._variables: dict[str, object] = {}
+        self._turns: list[Turn] = []
+        self._role: str | None = None
+        self._role_base = ROOT
+
+    # Writing
+
+    def __iadd__(self, other: Expr | str) -> ProgramState:
+        self._append(other)
+        return self
+
+    def system(self, expr: Expr | str | None = None) -> RoleScope | None:
+        return self._role_of("system", expr)
+
+    def user(self, expr: Expr | str | None = None) -> RoleScope | None:
+        return self._role_of("user", expr)
+
+    def assistant(self, expr: Expr | str | None = None) -> RoleScope | None:
+        return self._role_of("assistant", expr)
+
+    def system_begin(self) -> None:
+        self._begin_role("system")
+
+    def system_end(self) -> None:
+        self._end_role("system")
+
+    def user_begin(self) -> None:
+        self._begin_role("user")
+
+    def user_end(self) -> None:
+        self._end_role("user")
+
+    def assistant_begin(self) -> None:
+        self._begin_role("assistant")
+
+    def assistant_end(self) -> None:
+        self._end_role("assistant")
+
+    def var_scope(self, name: str) -> VariableScope:
+        """`with s.var_scope("x"):` binds all text written inside to "x"."""
+        return VariableScope(self, name)
+
+    def set_var(self, name: str, value: object) -> None:
+        self._variables[name] = value
+
+    __setitem__ = set_var
+
+    def call(self, name: str, function: Callable[..., object], *variables: str) -> None:
+        """Bind `name` to function(values of variables) without waiting for them."""
+        values: list[ValueId] = []
+        for variable in variables:
+            binding = self._variables.get(variable)
+            if not isinstance(binding, Bound):
+                raise KeyError(f"{variable!r} is no generated variable of this state")
+            values.append(binding.value)
+        reading = self._host.reading
+        self._variables[name] = Bound(reading.call(name, function, tuple(values), caller_line()))
+
+    # Reading
+
+    def __getitem__(self, name: str) -> Any:
+        return self.get_var(name)
+
+    def __contains__(self, name: object) -> bool:
+        if name not in self._variables:
+            self._host.finish_body()
+        return name in self._variables
+
+    def get_var(self, name: str) -> Any:
+        """The value of a variable; waits for it. `Any`: mostly str, a list for n > 1 and joins.
+
+        Raises:
+            KeyError: there is no such variable.
+            ProgramError: the operation that should have given it failed.
+        """
+        return self._resolve(self._binding(name))
+
+    def get_meta_info(self, name: str) -> Meta | list[Meta]:
+        """What the backend told about a generated variable, under SGLang's keys.
+
+        A list of one dict per text for n > 1, and one entry per fork for a gathered variable.
+        """
+        return self._meta(name, self._binding(name))
+
+    def text(self) -> str:
+        """All text of this state, markers of roles included; waits for it."""
+        self._host.finish_body()
+        text = text_of(self._host.reading.content(self._state))
+        self._host.raise_body_error()
+        return text
+
+    def messages(self) -> list[Message]:
+        """The conversation so far, one dict of role and content per closed message."""
+        self._host.finish_body()
+        content = self._host.reading.content
+        messages = [
+            {"role": turn.role, "content": text_of(content(turn.tip), content(turn.base))}
+            for turn in self._turns
+        ]
+        self._host.raise_body_error()
+        return messages
+
+    def token_ids(self) -> list[int]:
+        """The ids of the generated parts of this state, in order; waits for them."""
+        self._host.finish_body()
+        content = self._host.reading.content(self._state)
+        return [i for link in links(content)[1:] for i in link.token_ids or ()]
+
+    def sync(self) -> None:
+        """Wait until everything written so far is done, well or badly; see `error`."""
+        self._host.finish_body()
+        self._host.reading.finish()
+
+    def error(self) -> BaseException | None:
+        """What went wrong in this program, or None; waits for its end."""
+        self.sync()
+        if self._host.reading.error is not None:
+            return self._host.reading.error
+        return None if self._host.task is None else self._host.task.error
+
+    @property
+    def ret_value(self) -> object:
+        """What the program returned; waits for its end.
+
+        Raises:
+            Exception: what ended the program.
+        """
+        self._host.finish_body()
+        self._host.raise_body_error()
+        return None if self._host.task is None else self._host.task.value
+
+    # Streaming
+
+    def text_iter(self, var_name: str | None = None) -> Iterator[str]:
+        """New text as it comes: of one variable, or of the whole state."""
+        for text, _ in self._pieces(var_name):
+            yield text
+
+    async def text_async_iter(
+        self, var_name: str | None = None, return_meta_data: bool = False
+    ) -> AsyncIterator[str | tuple[str, Meta]]:
+        """`text_iter` for an event loop, which goes on while the backend works."""
+        session = self._host.session
+        assert session is not None
+        shown = 0
+        while True:
+            text, meta, is_all = self._progress(var_name)
+            if len(text) > shown:
+                piece, shown = text[shown:], len(text)
+                yield (piece, meta) if return_meta_data else piece
+            if is_all:
+                return
+            if not await session.advance_async() and not self._has_news(var_name, shown):
+                raise BackendError("nothing is running that could give this text")
+
+    # Forking
+
+    def fork(
+        self, size: int = 1, position_ids_offset: Sequence[int] | None = None
+    ) -> ProgramStateGroup:
+        """`size` states that go on from here, each on its own; none for 0.
+
+        `position_ids_offset` is accepted for SGLang's sake and changes nothing.
+        """
+        if size < 0:
+            raise ValueError(f"fork: size {size} is out of range; it must be >= 0")
+        return ProgramStateGroup([self._child() for _ in range(size)], self)
+
+    def copy(self, size: int = 1, position_ids_offset: Sequence[int] | None = None) -> CopyScope:
+        """`with s.copy() as t:` works on a copy; its new variables are gathered at the end."""
+        return CopyScope(self.fork(size, position_ids_offset))
+
+    def _child(self) -> ProgramState:
+        child = ProgramState(self._host)
+        child._state = child._base = self._state
+        child._variables = dict(self._variables)
+        child._turns = list(self._turns)
+        child._role, child._role_base = self._role, self._role_base
+        return child
+
+    # How expressions become operations
+
+    def _append(self, value: object) -> None:
+        self._append_expr(as_expr(value), caller_line())
+
+    def _append_expr(self, expr: Expr, line: Line) -> None:
+        host = self._host
+        match expr:
+            case Constant():
+                self._append_text(expr.text, self._role is None, line)
+            case GenExpr():
+                options = resolve(expr.arguments, host.defaults)
+                self._state, value = host.reading.gen(
+                    self._state, expr.name, options, self._role is None, line
+                )
+                if expr.name is not None:
+                    self._variables[expr.name] = Bound(value)
+            case Sum():
+                for term in expr.terms:
+                    self._append_expr(term, line)
+            case SelectExpr():
+                trusted = self._role is None
+                self._state, value = host.reading.select(
+                    self._state, expr.name, expr.choices, expr.method, trusted, line
+                )
+                if expr.name is not None:
+                    self._variables[expr.name] = Bound(value)
+            case RoleBegin():
+                self._begin_role(expr.role)
+            case RoleEnd():
+                self._end_role(expr.role)
+            case _:
+                raise TypeError(f"a state cannot take {expr!r}")
+
+    def _append_text(self, text: str, trusted: bool, line: Line) -> None:
+        if text:
+            self._state = self._host.reading.extend(self._state, Text(text, trusted), line)
+
+    def _splice(self, base: StateId, tip: StateId, line: Line) -> None:
+        if base != tip:
+            self._state = self._host.reading.extend(self._state, Splice(base, tip), line)
+
+    def _role_of(self, role: str, expr: Expr | str | None) -> RoleScope | None:
+        if expr is None:
+            return RoleScope(self, role)
+        self._append(Sum((RoleBegin(role), as_expr(expr), RoleEnd(role))))
+        return None
+
+    def _begin_role(self, role: str) -> None:
+        assert self._role is None, f"role {role!r} begins inside of role {self._role!r}"
+        previous = self._turns[-1].role if self._turns else None
+        self._append_text(self._host.chat().opening(previous, role), True, caller_line())
+        self._role, self._role_base = role, self._state
+
+    def _end_role(self, role: str) -> None:
+        assert self._role == role, f"role {role!r} ends, but {self._role!r} is open"
+        self._turns.append(Turn(role, self._role_base, self._state))
+        self._role = None
+        self._append_text(self._host.chat().close[role], True, caller_line())
+
+    # How reading waits
+
+    def _binding(self, name: str) -> object:
+        self._require(name)
+        return self._variables[name]
+
+    def _require(self, name: str | None) -> None:
+        """Wait until a variable is bound, or say that it will never be."""
+        host = self._host
+        if name is None or name in self._variables:
+            return
+        if not host.is_over() and not host.is_inside():
+            host.wait(lambda: name in self._variables or host.is_over())
+        if name not in self._variables:
+            host.raise_body_error()
+            known = ", ".join(map(repr, self._variables)) or "none"
+            raise KeyError(f"no variable {name!r}; this state has: {known}")
+
+    def _resolve(self, binding: object) -> object:
+        reading = self._host.reading
+        match binding:
+            case Bound():
+                return reading.result(binding.value).value
+            case Span():
+                return text_of(reading.content(binding.tip), reading.content(binding.base))
+            case Gathered():
+                return [self._resolve(item) for item in binding]
+            case _:
+                return binding
+
+    def _meta(self, name: str, binding: object) -> Meta | list[Meta]:
+        if isinstance(binding, Bound):
+            return self._host.reading.result(binding.value).meta
+        if isinstance(binding, Gathered):
+            metas: list[Meta] = []
+            for item in binding:
+                meta = self._meta(name, item)
+                metas.extend(meta if isinstance(meta, list) else [meta])
+            return metas
+        raise KeyError(f"{name!r} was not generated, so there is no meta information")
+
+    def _pieces(self, name: str | None) -> Iterator[tuple[str, Meta]]:
+        shown = 0
+        while True:
+            text, meta, is_all = self._progress(name)
+            if len(text) > shown:
+                piece, shown = text[shown:], len(text)
+                yield piece, meta
+            if is_all:
+                return
+            self._host.wait(partial(self._has_news, name, shown))
+
+    def _has_news(self, name: str | None, shown: int) -> bool:
+        text, _, is_all = self._progress(name)
+        return is_all or len(text) > shown
+
+    def _progress(self, name: str | None) -> tuple[str, Meta, bool]:
+        """Text and meta information so far, and whether that is all. Does not wait."""
+        host = self._host
+        if name is None:
+            return self._text_progress()
+        if name not in self._variables:
+            if host.is_over():
+                self._require(name)
+            return "", {}, False
+        binding = self._variables[name]
+        if isinstance(binding, Bound):
+            return host.reading.progress(binding.value)
+        return str(self._resolve(binding)), {}, True
+
+    def _text_progress(self) -> tuple[str, Meta, bool]:
+        host = self._host
+        text, is_all = host.reading.text_so_far(self._state)
+        if is_all and host.is_over():
+            host.raise_body_error()
+        return text, {}, is_all and host.is_over()
+
+
+class ProgramStateGroup:
+    """The states of one fork. Writing to it writes to each."""
+
+    def __init__(self, states: list[ProgramState], source: ProgramState) -> None:
+        self.states = states
+        self.src_state = source
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __iter__(self) -> Iterator[ProgramState]:
+        return iter(self.states)
+
+    def __getitem__(self, index: int) -> ProgramState:
+        return self.states[index]
+
+    def __setitem__(self, index: int, state: ProgramState) -> None:
+        # `forks[i] += expr` ends with an assignment of the same state.
+        if state is not self.states[index]:
+            raise TypeError("a state of a fork cannot be replaced")
+
+    def __iadd__(self, other: Expr | str | Forker) -> ProgramStateGroup:
+        """Append an expression to all, the i-th of a list, or what a function gives for i."""
+        if isinstance(other, str | Expr):
+            items: list[Expr | str] = [other] * len(self.states)
+        elif callable(other):
+            items = [other(index) for index in range(len(self.states))]
+        elif isinstance(other, list | tuple):
+            items = list(other)
+        else:
+            raise TypeError(f"forks take an expression, a list or a function, not {other!r:.60}")
+        if len(items) != len(self.states):
+            raise ValueError(f"{len(items)} expressions for {len(self.states)} forks")
+        for state, item in zip(self.states, items, strict=True):
+            state._append(item)
+        return self
+
+    def join(self, mode: str = "gather_variable") -> None:
+        """Give what the forks made to the state they came from; does not wait.
+
+        gather_variable: each variable that the source lacks becomes a list of the forks' values.
+        concate_and_append: what each fork wrote follows in the source, token for token.
+        """
+        if mode == "gather_variable":
+            self._gather()
+        elif mode == "concate_and_append":
+            line = caller_line()
+            for state in self.states:
+                self.src_state._splice(state._base, state._state, line)
+        else:
+            raise ValueError(
+                f"join mode {mode!r} is not known; use 'gather_variable' or 'concate_and_append'"
+            )
+
+    def _gather(self) -> None:
+        source = self.src_state._variables
+        gathered: dict[str, Gathered] = {}
+        for state in self.states:
+            for name, binding in state._variables.items():
+                if name not in source:
+                    gathered.setdefault(name, Gathered()).append(binding)
+        source.update(gathered)
+
+
+class RoleScope:
+    """`with s.user():`"""
+
+    __slots__ = ("_role", "_state")
+
+    def __init__(self, state: ProgramState, role: str) -> None:
+        self._state = state
+        self._role = role
+
+    def __enter__(self) -> None:
+        self._state._begin_role(self._role)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._state._end_role(self._role)
+
+
+class VariableScope:
+    """`with s.var_scope("x"):`"""
+
+    __slots__ = ("_base", "_name", "_state")
+
+    def __init__(self, state: ProgramState, name: str) -> None:
+        self._state = state
+        self._name = name
+        self._base = state._state
+
+    def __enter__(self) -> None:
+        self._base = self._state._state
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._state._variables[self._name] = Span(self._base, self._state._state)
+
+
+class CopyScope:
+    """`with s.copy() as t:`; a group for more than one copy."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: ProgramStateGroup) -> None:
+        self._group = group
+
+    def __enter__(self) -> ProgramState | ProgramStateGroup:
+        return self._group[0] if len(self._group) == 1 else self._group
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._group.join()

@@ -1,0 +1,290 @@
+"""The lazy reading: operations are recorded, and run when somebody asks for their text.
+
+`Reading` is what a program's state needs: to add operations, and to read what they gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from .calls import Meta, PendingCall, Result
+from .choices import ChoicesMethod
+from .content import Content, text_of
+from .errors import ConcretizationError, ProgramError
+from .executor import CallRecord, ProgramRun
+from .ir import (
+    Call,
+    Extend,
+    Gen,
+    GenOptions,
+    Line,
+    Node,
+    Piece,
+    Program,
+    Select,
+    StateId,
+    ValueId,
+)
+from .session import Session, Sink
+
+
+class Reading(Protocol):
+    """How operations are taken: recorded (`Recorder`) or run at once (`Interpreter`)."""
+
+    @property
+    def sinks(self) -> tuple[Sink, ...]:
+        """What a wait for something of this reading has to watch."""
+        ...
+
+    @property
+    def records(self) -> list[CallRecord]: ...
+
+    @property
+    def error(self) -> ProgramError | None:
+        """The first failed operation."""
+        ...
+
+    def extend(self, source: StateId, piece: Piece, line: Line) -> StateId: ...
+
+    def gen(
+        self, source: StateId, name: str | None, options: GenOptions, trusted: bool, line: Line
+    ) -> tuple[StateId, ValueId]: ...
+
+    def select(
+        self,
+        source: StateId,
+        name: str | None,
+        choices: tuple[str, ...],
+        method: ChoicesMethod,
+        trusted: bool,
+        line: Line,
+    ) -> tuple[StateId, ValueId]: ...
+
+    def call(
+        self,
+        name: str | None,
+        function: Callable[..., object],
+        arguments: tuple[ValueId, ...],
+        line: Line,
+    ) -> ValueId: ...
+
+    def content(self, state: StateId) -> Content:
+        """The content of a state; waits for it.
+
+        Raises:
+            ProgramError: an operation it depends on failed.
+        """
+        ...
+
+    def result(self, value: ValueId) -> Result:
+        """The result of a value; waits for it.
+
+        Raises:
+            ProgramError: it, or an operation it depends on, failed.
+        """
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing recorded is open."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything recorded is done, well or badly."""
+        ...
+
+    def text_so_far(self, state: StateId) -> tuple[str, bool]:
+        """The text of a state as far as it is known, and whether that is all. Does not wait.
+
+        Raises:
+            ProgramError: an operation it depends on failed.
+        """
+        ...
+
+    def progress(self, value: ValueId) -> tuple[str, Meta, bool]:
+        """Text and meta information so far, and whether that is all. Does not wait.
+
+        Raises:
+            ProgramError: it failed.
+        """
+        ...
+
+
+class _Nodes:
+    """Gives out ids and makes nodes; what becomes of a node is `_append`'s matter."""
+
+    def __init__(self) -> None:
+        self._next_state = 1
+        self._next_value = 0
+
+    def _append(self, node: Node) -> None:
+        raise NotImplementedError
+
+    def extend(self, source: StateId, piece: Piece, line: Line) -> StateId:
+        target = StateId(self._next_state)
+        self._next_state += 1
+        self._append(Extend(source, target, piece, line))
+        return target
+
+    def gen(
+        self, source: StateId, name: str | None, options: GenOptions, trusted: bool, line: Line
+    ) -> tuple[StateId, ValueId]:
+        target, value = self._new_ids()
+        self._append(Gen(source, target, value, name, options, trusted, line))
+        return target, value
+
+    def select(
+        self,
+        source: StateId,
+        name: str | None,
+        choices: tuple[str, ...],
+        method: ChoicesMethod,
+        trusted: bool,
+        line: Line,
+    ) -> tuple[StateId, ValueId]:
+        target, value = self._new_ids()
+        self._append(Select(source, target, value, name, choices, method, trusted, line))
+        return target, value
+
+    def call(
+        self,
+        name: str | None,
+        function: Callable[..., object],
+        arguments: tuple[ValueId, ...],
+        line: Line,
+    ) -> ValueId:
+        value = ValueId(self._next_value)
+        self._next_value += 1
+        self._append(Call(value, name, function, arguments, line))
+        return value
+
+    def _new_ids(self) -> tuple[StateId, ValueId]:
+        target, value = StateId(self._next_state), ValueId(self._next_value)
+        self._next_state += 1
+        self._next_value += 1
+        return target, value
+
+
+class Recorder(_Nodes):
+    """The nodes of one program, made into a running graph on demand."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+        self.run = ProgramRun(
+            root=session.root, encoder=session.encoder, run_id=session.new_run_id()
+        )
+        self._makers: list[Extend | Gen | Select] = []  # [state id - 1] -> what made the state
+
+    @property
+    def sinks(self) -> tuple[Sink, ...]:
+        return (self.run,)
+
+    @property
+    def records(self) -> list[CallRecord]:
+        return self.run.records
+
+    @property
+    def error(self) -> ProgramError | None:
+        return self.run.error
+
+    def content(self, state: StateId) -> Content:
+        content = self.run.content(state)
+        if content is None:
+            self.session.wait(lambda: self.run.content(state) is not None, self.sinks)
+            content = self.run.content(state)
+            assert content is not None  # wait returns only when it is known
+        if isinstance(content, ProgramError):
+            raise content.with_traceback(None)
+        return content
+
+    def result(self, value: ValueId) -> Result:
+        result = self.run.result(value)
+        if result is None:
+            self.session.wait(lambda: self.run.result(value) is not None, self.sinks)
+            result = self.run.result(value)
+            assert result is not None
+        if isinstance(result, ProgramError):
+            raise result.with_traceback(None)
+        return result
+
+    @property
+    def is_done(self) -> bool:
+        return self.run.is_done
+
+    def finish(self) -> None:
+        self.session.wait(lambda: self.run.is_done, self.sinks)
+
+    def text_so_far(self, state: StateId) -> tuple[str, bool]:
+        after = ""
+        is_all = True
+        content = self.run.content(state)
+        while content is None:
+            is_all = False
+            node = self._makers[state - 1]
+            after = self.progress(node.value)[0] if isinstance(node, Gen) else ""
+            state = node.source
+            content = self.run.content(state)
+        if isinstance(content, ProgramError):
+            raise content.with_traceback(None)
+        return text_of(content) + after, is_all
+
+    def progress(self, value: ValueId) -> tuple[str, Meta, bool]:
+        return progress_of(self.run.result(value), self.run.pending(value))
+
+    def _append(self, node: Node) -> None:
+        if not self.run.has_new:
+            self.session.mark_new(self.run)
+        self.run.append(node)
+        if not isinstance(node, Call):
+            self._makers.append(node)
+
+
+def progress_of(
+    result: Result | ProgramError | None, pending: PendingCall | None
+) -> tuple[str, Meta, bool]:
+    """What is known of a value: text, meta information, and whether that is all."""
+    if isinstance(result, ProgramError):
+        raise result.with_traceback(None)
+    if result is not None:
+        meta = result.meta[0] if isinstance(result.meta, list) else result.meta
+        return result.text or str(result.value), meta, True
+    if pending is not None and pending.text:
+        return pending.text, pending.meta(), False
+    return "", {}, False
+
+
+class DryRecorder(_Nodes):
+    """Records without a backend: `Function.trace`. Asking for generated text is an error."""
+
+    sinks: tuple[Sink, ...] = ()
+    error: ProgramError | None = None
+    is_done = True
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.records: list[CallRecord] = []
+        self._line = line
+
+    def content(self, state: StateId) -> Content:
+        raise ConcretizationError("the text of a state", self._line)
+
+    def result(self, value: ValueId) -> Result:
+        raise ConcretizationError("a generated value", self._line)
+
+    def text_so_far(self, state: StateId) -> tuple[str, bool]:
+        raise ConcretizationError("the text of a state", self._line)
+
+    def progress(self, value: ValueId) -> tuple[str, Meta, bool]:
+        raise ConcretizationError("a generated value", self._line)
+
+    def finish(self) -> None:
+        raise ConcretizationError("the end of an operation", self._line)
+
+    def program(self, name: str) -> Program:
+        return Program(name=name, nodes=tuple(self.nodes))
+
+    def _append(self, node: Node) -> None:
+        self.nodes.append(node)
