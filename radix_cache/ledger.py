@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -45,12 +46,12 @@ class EvictedKeys:
 
     def __init__(self, max_entries: int = 4096) -> None:
         self._max_entries = max_entries
-        self._entries: dict[tuple[Node, bytes], None] = {}
+        self._entries: OrderedDict[tuple[Node, bytes], None] = OrderedDict()  # O(1) at both ends
 
     def add(self, node: Node, key: bytes) -> None:
         self._entries[node, key] = None
         if len(self._entries) > self._max_entries:
-            del self._entries[next(iter(self._entries))]
+            self._entries.popitem(last=False)
 
     def contains(self, node: Node, key: bytes) -> bool:
         return (node, key) in self._entries

@@ -243,10 +243,13 @@ class RadixTree:
         return freed
 
     def flush(self) -> bool:
-        """Forget every prefix that no lease holds; False when something is held."""
+        """Forget every prefix that no lease holds; False while a lease is open.
+
+        An open lease brings its tokens into the tree when it is released, old weights or not.
+        """
         self.evict(self._num_evictable)
         self._evicted.clear()
-        return not self._roots
+        return not self._leases
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds. O(size of the tree)."""
@@ -429,11 +432,11 @@ class RadixTree:
         kept = private[first:count]
         if any(self._allocator.references(page) > 1 for page in kept):
             return private  # another side of a fork holds them and will bring them
-        self._touch(node, tail)
-        if not kept or node.ready < edge_bytes // TOKEN_BYTES:
-            return private  # below a node that is not ready there is no place for a ready one
         if edge_bytes < len(node.edge):
             node = self._split(node, edge_bytes)
+        self._touch(node, tail)
+        if not kept or node.ready < node.size:
+            return private  # below a node that is not ready there is no place for a ready one
         child = self._attach(node, data[node.end * TOKEN_BYTES :], kept)
         child.ready = child.claimed = child.size
         child.last_use = self._clock
