@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from palmette.constrained.backend import GrammarState
 from palmette.constrained.masks import fill_rows
 from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.sampling import RowSampling, SampleBatch
@@ -197,7 +198,7 @@ class BatchBuilder:
         masks = self._masks[:num_sampled]
         masks.fill(-1)
         states = [(place, s, s.grammar) for place, s in masked if s.grammar is not None]
-        errors = fill_rows(masks, [state for _, _, state in states], [i for i, _, _ in states])
+        errors = _fill_all(masks, [(place, state) for place, _, state in states])
         for place, sequence, state in states:
             try:
                 if place in errors:
@@ -218,3 +219,17 @@ class BatchBuilder:
                 words[token_id >> 5] |= bit
             else:
                 words[token_id >> 5] &= ~bit
+
+
+def _fill_all(masks: Int32Array, states: list[tuple[int, GrammarState]]) -> dict[int, Exception]:
+    """Fill the rows of all states at once; returns the errors by row."""
+    errors: dict[int, Exception] = {}
+    try:
+        errors.update(fill_rows(masks, [state for _, state in states], [i for i, _ in states]))
+    except Exception:  # fault boundary: fill one by one to find whose it is
+        for place, state in states:
+            try:
+                state.fill(masks[place])
+            except Exception as error:  # fault boundary: one sequence
+                errors[place] = error
+    return errors

@@ -73,7 +73,7 @@ class Committer:
         for chunk in plan.chunks:
             num_scored, is_sampling = chunk.num_scored, chunk.is_sampling
             try:
-                self._scheduler.publish_chunk(chunk)
+                is_sound = self._scheduler.publish_chunk(chunk)
                 if chunk.sequence.arrival in faults:
                     raise faults[chunk.sequence.arrival]
                 if num_scored:
@@ -83,6 +83,8 @@ class Committer:
                     assert result is not None
                     last = place + num_scored
                     self._take(chunk.sequence, token_ids[last], result, last, now)
+                    if not is_sound and chunk.sequence.lease is not None:
+                        self._scheduler.preempt(chunk.sequence)
                 elif chunk.end == chunk.sequence.num_tokens:  # max_new_tokens is 0
                     self._hooks.on_finish(chunk.sequence, LENGTH)
             except Exception as error:  # fault boundary: one sequence

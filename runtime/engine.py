@@ -412,6 +412,10 @@ class Engine:
 
     # Looking in
 
+    def live_ids(self) -> list[str]:
+        """Ids of the requests that have not ended, oldest first."""
+        return list(self._live)
+
     def preempt(self, request_id: str) -> bool:
         """Take a running request's pages, as when they run out; False when it does not run."""
         sequence = self._live.get(request_id)

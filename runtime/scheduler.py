@@ -26,7 +26,7 @@ from .sequence import SequenceState, SequenceTable, Status
 
 logger = logging.getLogger(__name__)
 
-RESERVED_TOKENS = 16  # room kept for each running sequence before another is admitted
+RESERVED_TOKENS = 16  # room to grow kept for each running sequence before another is admitted
 
 _rank = attrgetter("rank")
 _queue_key = attrgetter("queue_key")
@@ -133,8 +133,11 @@ class Scheduler:
         self._tree.publish(sequence.lease, num_tokens)
         sequence.advance(num_tokens - 1, num_tokens)
 
-    def publish_chunk(self, chunk: Chunk) -> None:
-        """A step has computed this chunk."""
+    def publish_chunk(self, chunk: Chunk) -> bool:
+        """A step has computed this chunk; False when what it rests on was lost with another.
+
+        Then its logits are right but its pages are not to be built on: `preempt` it.
+        """
         sequence = chunk.sequence
         assert sequence.lease is not None
         if chunk.num_claimed:
@@ -143,6 +146,7 @@ class Scheduler:
         if chunk.is_sampling:
             sequence.status = Status.DECODE
             sequence.last_step = self._step
+        return self._tree.frontier(sequence.lease) >= chunk.end
 
     def _enqueue(self, sequence: SequenceState) -> None:
         insort(self.waiting, sequence, key=_queue_key)
@@ -219,6 +223,8 @@ class Scheduler:
                 break
             else:
                 prefills.pop()
+                if best.status is not Status.PREFILL:  # was preempted for the head
+                    continue
             chunk = self._plan_chunk(plan, best, budget, num_scored)
             if chunk is not None:
                 budget -= chunk.num_tokens
@@ -318,7 +324,10 @@ class Scheduler:
         """Whether the pages suffice with some left for those that run: no thrashing."""
         if not self.running:
             return True
-        reserved = len(self.running) * -(-RESERVED_TOKENS // self._page_size)
+        reserved = sum(
+            -(-min(RESERVED_TOKENS, other.max_generated - len(other.generated)) // self._page_size)
+            for other in self.running
+        )
         ids = sequence.all_ids()
         matched = self._tree.match(ids, sequence.request.namespace)
         needed = -(-(len(ids) - matched) // self._page_size)

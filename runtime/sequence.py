@@ -61,7 +61,9 @@ class SequenceState:
         "num_covered",
         "num_leased",
         "num_preemptions",
+        "num_prompt",
         "num_ready",
+        "num_tokens",
         "penalties",
         "prompt_logprobs",
         "rank",
@@ -105,6 +107,8 @@ class SequenceState:
         self.row = -1
         self.ids = NO_IDS  # [>= num_tokens] from the first admission on
         self.generated: list[int] = []
+        self.num_prompt = len(request.prompt_ids)
+        self.num_tokens = self.num_prompt  # prompt and generated
         self.num_ready = 0
         self.num_covered = 0
         self.computed_tokens = 0
@@ -129,14 +133,6 @@ class SequenceState:
     @property
     def request_id(self) -> str:
         return self.request.request_id
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.prompt_ids) + len(self.generated)
 
     @property
     def queue_key(self) -> tuple[int, bool, int]:
@@ -174,9 +170,13 @@ class SequenceState:
             self.ids = grown
         self.ids[place] = token_id
         self.generated.append(token_id)
+        self.num_tokens = place + 1
 
     def advance(self, start: int, end: int) -> None:
         """Book that this sequence computed the tokens start..end of its own."""
+        if start == self.num_covered >= self.num_prompt:  # a decode: nothing to account for
+            self.num_covered = self.num_ready = end
+            return
         fresh = max(start, self.num_covered)
         self.recomputed_tokens += min(end, fresh) - start
         computed = min(end, self.num_prompt) - fresh
@@ -369,5 +369,6 @@ class SequenceTable:
             num_pages = int(self.num_pages[row])
             assert self.page_table[row, :num_pages].tolist() == lease.page_ids[:num_pages]
             assert int(self.num_tokens[row]) == sequence.num_tokens
+            assert sequence.num_tokens == sequence.num_prompt + len(sequence.generated)
             assert sequence.num_ready < sequence.num_tokens
             assert sequence.ids[: sequence.num_tokens].tolist() == list(sequence.all_ids())
