@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         unconditional_likelihood_normalized,
     )
     from palmette.lang.errors import ConcretizationError, ProgramError
-    from palmette.lang.explain import explain
+    from palmette.lang.explain import explain, format_tree
     from palmette.lang.remote import HttpClient, RuntimeEndpoint
     from palmette.lang.state import ProgramState
     from palmette.runtime.config import EngineConfig
@@ -71,6 +71,7 @@ _PUBLIC = {
     "assistant_end": "palmette.lang.api",
     "explain": "palmette.lang.explain",
     "flush_cache": "palmette.lang.backends",
+    "format_tree": "palmette.lang.explain",
     "function": "palmette.lang.api",
     "gen": "palmette.lang.api",
     "gen_int": "palmette.lang.api",
@@ -112,6 +113,7 @@ __all__ = [
     "assistant_end",
     "explain",
     "flush_cache",
+    "format_tree",
     "function",
     "gen",
     "gen_int",
