@@ -93,14 +93,8 @@ def render(
     for key in kwargs or {}:
         if key in reserved:
             raise ValueError(f"chat_template_kwargs.{key}: is set by the chat template itself")
-    checked = [_check_message(message, index) for index, message in enumerate(messages)]
-    if not checked:
-        raise ValueError("messages: is empty; give at least one message")
-    if "developer" not in source:
-        for message in checked:
-            message["role"] = "system" if message["role"] == "developer" else message["role"]
     given = {
-        "messages": checked,
+        "messages": _check_messages(messages, has_developers="developer" in source),
         "tools": _plain(tools, "tools") or None,
         "kwargs": _plain(kwargs or {}, "chat_template_kwargs"),
     }
@@ -243,6 +237,18 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
+
+
+def _check_messages(
+    messages: Sequence[Mapping[str, object]], *, has_developers: bool
+) -> list[dict[str, Any]]:
+    checked = [_check_message(message, index) for index, message in enumerate(messages)]
+    if not checked:
+        raise ValueError("messages: is empty; give at least one message")
+    for message in checked:
+        if message["role"] == "developer" and not has_developers:
+            message["role"] = "system"
+    return checked
 
 
 def _check_message(message: Mapping[str, object], index: int) -> dict[str, Any]:
