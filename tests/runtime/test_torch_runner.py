@@ -200,6 +200,17 @@ def test_weights_that_are_not_finite_are_refused(tiny_models: Any, tmp_path: Pat
 
 
 @pytest.mark.model
+def test_default_model_gives_the_recorded_continuation(
+    default_model: Path, model_driver: Any
+) -> None:
+    """Recorded from transformers 5.24, greedy, float32."""
+    driver = model_driver(runner_of(default_model))
+    found = driver.greedy([6403, 2230, 253, 655, 28], 10)
+    assert found == [260, 2240, 282, 414, 257, 2740, 553, 719, 253, 38029]
+
+
+@pytest.mark.slow
+@pytest.mark.model
 def test_default_model_continues_as_transformers_does(
     default_model: Path, model_driver: Any
 ) -> None:
