@@ -73,7 +73,7 @@ def _read(path: Path) -> GgufFile:
     cursor.check_count(num_values, least_bytes=13, what="metadata values")
     metadata: dict[str, GgufValue] = {}
     for _ in range(num_values):
-        key = cursor.text()
+        key = cursor.name()
         if key in metadata:
             raise ValueError(f"metadata {key} occurs twice")
         metadata[key] = cursor.value(int(cursor.scalar("<I")))
@@ -86,7 +86,7 @@ def _read(path: Path) -> GgufFile:
 
 
 def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], str, int]:
-    name = cursor.text()
+    name = cursor.name()
     num_dimensions = int(cursor.scalar("<I"))
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
         raise ValueError(f"tensor {name} claims {num_dimensions} dimensions; 1 to 4 are allowed")
@@ -150,8 +150,12 @@ class _Cursor:
         assert isinstance(value, bool | int | float)
         return value
 
-    def text(self) -> str:
-        return self.take(int(self.scalar("<Q"))).decode("utf-8", errors="surrogateescape")
+    def text(self, *, errors: str = "surrogateescape") -> str:
+        return self.take(int(self.scalar("<Q"))).decode("utf-8", errors=errors)
+
+    def name(self) -> str:
+        """A text that may stand in an error message: always printable as UTF-8."""
+        return self.text(errors="backslashreplace")
 
     def check_count(self, count: int, *, least_bytes: int, what: str) -> None:
         if count * least_bytes > len(self._data) - self.at:
