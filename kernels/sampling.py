@@ -156,6 +156,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SPARSE_PART = 8  # a mask is worked on as a list of ids below 1 / 8 of its words
 _BLOCK = 256  # weights per partial sum of the inverse CDF
 _FIRST_TOP = 64  # first guess at how many ids top_p keeps
+_NUM_BINS = 1024  # of top_p's cut of a flat row
+_NO_WEIGHT = np.float32(1e-12)  # less than this share of the best one is one bin
 _LARGEST_FLOAT = np.finfo(np.float32).max
 
 
@@ -311,15 +313,28 @@ def _largest(values: Float32Array, k: int) -> IndexArray:
 
 
 def _nucleus(values: Float32Array, weights: Float32Array, top_p: float) -> IndexArray:
-    """Ascending indices of the fewest best values whose weights reach `top_p` of the total."""
+    """Ascending indices of the fewest best values whose weights reach `top_p` of the total.
+
+    Tries a few best ones first. A flat row is cut into bins of falling weight, and only the bin
+    in which the sum is reached is sorted.
+    """
     wanted = top_p * float(weights.sum(dtype=np.float64))
-    num_top = _FIRST_TOP
-    while True:
-        order = _largest(values, num_top)
-        sums = np.cumsum(weights[order], dtype=np.float64)
-        if sums[-1] >= wanted or len(order) == len(values):
-            return np.sort(order[: int(np.searchsorted(sums, wanted)) + 1])
-        num_top *= 8
+    order = _largest(values, _FIRST_TOP)
+    sums = np.cumsum(weights[order], dtype=np.float64)
+    if sums[-1] >= wanted or len(order) == len(values):
+        return np.sort(order[: int(np.searchsorted(sums, wanted)) + 1])
+    bins = -np.log(np.maximum(weights, _NO_WEIGHT))
+    bins *= _NUM_BINS / max(float(bins.max()), 1e-3)
+    places = bins.astype(np.int32)  # ascending as values fall
+    running = np.cumsum(np.bincount(places, weights))
+    cut = int(np.searchsorted(running, wanted))
+    within = np.flatnonzero(places == cut)
+    within = within[np.argsort(-values[within], kind="stable")]
+    before = float(running[cut - 1]) if cut > 0 else 0.0
+    sums = before + np.cumsum(weights[within], dtype=np.float64)
+    kept = places < cut
+    kept[within[: int(np.searchsorted(sums, wanted)) + 1]] = True
+    return np.flatnonzero(kept)
 
 
 def _inverse_cdf(weights: Float32Array, random: float) -> int:

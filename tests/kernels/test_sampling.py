@@ -161,6 +161,8 @@ CASES: dict[str, dict[str, Any]] = {
     "top_k_beyond_vocabulary": {"temperature": 1.0, "top_k": 10**6},
     "top_p": {"temperature": 1.0, "top_p": 0.9},
     "top_p_nearly_all": {"temperature": 2.0, "top_p": 0.999},
+    "top_p_of_a_flat_row": {"temperature": 30.0, "top_p": 0.6},
+    "top_k_large_and_top_p": {"temperature": 2.0, "top_k": 900, "top_p": 0.97},
     "min_p": {"temperature": 1.0, "min_p": 0.1},
     "all_filters": {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02},
 }
@@ -426,6 +428,15 @@ def test_ties_are_kept_by_id(filters: dict[str, float]) -> None:
     params = batch(200, temperature=1.0, positions=np.arange(200), **filters)
     tokens = sample_rows(np.zeros((200, 5000), np.float32), params).token_ids
     assert set(tokens.tolist()) == {0, 1}
+
+
+def test_top_p_cuts_through_ties_by_id() -> None:
+    """Of 4,000 equal logits above 1,000 small ones, half the sum is the first 2,000 ids."""
+    row = np.zeros(5000, np.float32)
+    row[4000:] = -20
+    params = batch(3000, temperature=1.0, top_p=0.5, positions=np.arange(3000))
+    tokens = sample_rows(np.tile(row, (3000, 1)), params).token_ids
+    assert 1900 < tokens.max() <= 2000
 
 
 def test_tiny_top_p_keeps_the_best() -> None:
