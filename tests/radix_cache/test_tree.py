@@ -244,6 +244,20 @@ def test_least_recently_used_goes_first() -> None:
     tree.check()
 
 
+def test_what_was_generated_again_counts_as_used() -> None:
+    tree = make()
+    cache(tree, [1] * 4 + [2] * 4)
+    cache(tree, [9] * 8)
+    lease = tree.acquire([1] * 4 + [2])
+    compute(tree, lease)
+    tree.extend(lease, [2, 2, 2])
+    compute(tree, lease)
+    tree.release(lease)
+    tree.evict(2)
+    assert tree.match([1] * 4 + [2] * 4 + [0]) == 8
+    assert tree.match([9] * 9) == 0
+
+
 def test_leaf_is_evicted_from_its_end() -> None:
     tree = make()
     cache(tree, range(40))
@@ -377,6 +391,24 @@ def test_last_side_of_a_fork_brings_the_shared_pages() -> None:
     tree.check()
 
 
+def test_pages_private_to_two_leases_never_enter_the_tree_by_a_third() -> None:
+    tree = make(page_size=2)
+    lease = tree.acquire([1])
+    compute(tree, lease)
+    tree.extend(lease, [2, 3, 4])
+    compute(tree, lease)
+    twin = tree.acquire([1, 2, 3, 4, 5])
+    forked, _ = tree.fork(lease)
+    tree.release(twin)
+    third, copies = tree.fork(lease)
+    assert copies == [] and third.page_ids == lease.page_ids
+    tree.check()
+    for each in (third, lease, forked):
+        tree.release(each)
+        tree.check()
+    assert tree.match([1, 2, 3, 4, 5]) == 4
+
+
 def test_fork_of_an_unready_lease_copies_nothing() -> None:
     tree = make()
     lease = tree.acquire(range(10))
@@ -454,13 +486,10 @@ def test_counts_add_up() -> None:
 
 
 def test_deep_path_needs_no_recursion() -> None:
-    tree = make(num_pages=5000, page_size=1)
-    for length in range(1, 3000):
-        tree.release(tree.acquire(range(length), max_match=length))
-    lease = tree.acquire(range(3000))
-    compute(tree, lease)
-    tree.release(lease)
-    for length in range(2, 3000, 3):  # a branch at every third depth
+    tree = make(num_pages=3000, page_size=1)
+    cache(tree, range(2000))
+    for length in range(1, 2000, 2):  # a branch, and so a split, at every second depth
         cache(tree, [*range(length), 9000])
     tree.snapshot()
     tree.check()
+    assert tree.match(range(2000)) == 1999
