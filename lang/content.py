@@ -97,9 +97,10 @@ def choice_ids(
             ids.extend(run)
         else:
             ids.extend(encoder.encode(run.text, trusted=run.trusted))
-    if not ids:
+    ends = [encoder.encode(head + choice, trusted=trusted) for choice in choices]
+    if not ids and (not head or any(end[:1] != ends[0][:1] for end in ends)):
         ids = list(encoder.start_ids)  # the first scored token needs one before it
-    return [(*ids, *encoder.encode(head + choice, trusted=trusted)) for choice in choices]
+    return [(*ids, *end) for end in ends]
 
 
 class _Run:

@@ -12,13 +12,12 @@ Every wait ends: when the backend has nothing unfinished, whatever still waits g
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from greenlet import getcurrent, greenlet
 
@@ -36,6 +35,9 @@ from palmette.runtime.request import (
 from .chat import ChatFormat
 from .content import Content, Encoder, start
 from .errors import BackendError
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class Sink(Protocol):
@@ -229,6 +231,8 @@ class Session:
 
     async def advance_async(self) -> bool:
         """`advance`, with the polling in a thread, so that the event loop goes on."""
+        import asyncio  # only who streams into an event loop pays for it
+
         with self._lock:
             if self._prepare():
                 return True
@@ -241,6 +245,8 @@ class Session:
         return True
 
     async def _poll_in_thread(self) -> None:
+        import asyncio
+
         await asyncio.to_thread(self._poll)
         with self._lock:
             self._dispatch()

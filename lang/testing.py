@@ -422,10 +422,10 @@ class FakeModel:
         return TokenLogprob(token_id=token_id, logprob=logprob, top=top)
 
     def _logprob(self, before: tuple[int, ...], token_id: int) -> float:
+        decode = self._tokenizer.decode
         if self._score is not None:
-            decode = self._tokenizer.decode
             return self._score(decode(before), decode([token_id]))
-        return -1.0 - _noise((*before[-8:], token_id))
+        return -1.0 - _noise(decode(before[-8:]), decode([token_id]))
 
     def _prompt_logprobs(self, request: Request) -> tuple[TokenLogprob, ...]:
         start = request.logprobs.prompt_start
@@ -492,7 +492,7 @@ def _first_stop(text: str, stops: Iterable[str]) -> str | None:
     return min(found)[1] if found else None
 
 
-def _noise(ids: tuple[int, ...]) -> float:
-    """A number in [0, 1) that depends on `ids` alone."""
-    digest = hashlib.blake2b(repr(ids).encode(), digest_size=4).digest()
+def _noise(*texts: str) -> float:
+    """A number in [0, 1) that depends on `texts` alone."""
+    digest = hashlib.blake2b("\0".join(texts).encode("utf-8", "replace"), digest_size=4).digest()
     return int.from_bytes(digest, "big") / 2**32

@@ -1,0 +1,158 @@
+"""select: the three methods, what is scored, and what the state goes on with."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+import palmette as pm
+from palmette.lang.choices import ChoiceScores, ChoicesMethod, Score
+from palmette.lang.testing import FakeModel
+
+METHODS = [
+    pm.token_length_normalized,
+    pm.greedy_token_selection,
+    pm.unconditional_likelihood_normalized,
+]
+
+
+@pm.function
+def choose(
+    s: pm.ProgramState, prompt: str, choices: list[str], method: ChoicesMethod | None = None
+) -> None:
+    s += prompt
+    s += pm.select("x", choices, choices_method=method or pm.token_length_normalized)
+
+
+def likes(wanted: str, before: str, token: str) -> float:
+    """After a prompt one token is likely, after the start of text none."""
+    return -0.1 if token == wanted and before != "<|im_end|>" else -5.0
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("prompt", ["The answer is", "ha ha ha", "ha ha ha ", " ", "\n"])
+def test_every_method_works_on_every_prompt(method: ChoicesMethod, prompt: str) -> None:
+    for wanted in (" yes", " no"):
+        model = FakeModel(score=partial(likes, wanted))
+        state = choose.run(prompt, [" yes", " no", " maybe so"], method, backend=model)
+        assert state["x"] == wanted
+        assert state.text() == prompt + wanted
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_works_without_any_prompt(method: ChoicesMethod) -> None:
+    state = choose.run("", [" yes", " no"], method, backend=FakeModel())
+    assert state["x"] in (" yes", " no")
+
+
+def test_the_choice_is_encoded_together_with_the_text_before_it() -> None:
+    model = FakeModel()
+    choose.run("The answer is ", ["yes", "no"], backend=model).sync()
+    first = model.calls[0].request
+    assert first.prompt_ids == tuple(model.encode("The answer is yes"))
+    assert first.logprobs.prompt_start == 3  # " yes" is one token: the blank is part of it
+
+
+def test_only_tokens_that_tell_choices_apart_are_scored() -> None:
+    model = FakeModel()
+    state = choose.run("in", [" New York", " New Jersey"], backend=model)
+    meta = state.get_meta_info("x")
+    assert isinstance(meta, dict)
+    rows = meta["input_token_logprobs"]
+    assert isinstance(rows, list)
+    assert [[score.text for score in row] for row in rows] == [[" York"], [" Jersey"]]
+
+
+@pytest.mark.parametrize("choices", [[" a", " a b"], [" a b", " a"], [" a", " a"], [" a"]])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_choice_that_begins_another_is_still_scored(
+    choices: list[str], method: ChoicesMethod
+) -> None:
+    model = FakeModel()
+    state = choose.run("x", choices, method, backend=model)
+    assert state["x"] in choices
+    meta = state.get_meta_info("x")
+    assert isinstance(meta, dict)
+    rows = meta["input_token_logprobs"]
+    assert isinstance(rows, list)
+    assert all(len(row) >= 1 for row in rows)
+    assert all(isinstance(score.logprob, float) for row in rows for score in row)
+
+
+def test_meta_info_of_a_select() -> None:
+    model = FakeModel(score=lambda before, token: -float(len(token)))
+    state = choose.run("x", [" ab", " abcd"], pm.unconditional_likelihood_normalized, backend=model)
+    meta = state.get_meta_info("x")
+    assert isinstance(meta, dict)
+    assert meta["normalized_prompt_logprobs"] == [-3.0, -5.0]
+    assert meta["output_token_logprobs"] == [[], []]
+    assert meta["normalized_unconditional_prompt_logprobs"] == [0.0, 0.0]
+    model.assert_calls(4)
+
+
+def test_the_next_gen_sees_the_chosen_text_encoded_naturally() -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "Is it? " + pm.select("x", ["yes", "no"]) + ", because" + pm.gen("y")
+
+    model = FakeModel({"Is it?": "no", "because": " so"})
+    assert program.run(backend=model).text() == "Is it? no, because so"
+    assert model.calls[-1].request.prompt_ids == tuple(model.encode("Is it? no, because"))
+
+
+def test_choices_in_gen_are_a_select() -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen("a", max_tokens=3, choices=[" p", " q"], regex="[0-9]")
+
+    model = FakeModel({"x": " q"})
+    assert program.run(backend=model)["a"] == " q"
+    assert all(call.request.sampling.max_new_tokens == 0 for call in model.calls)
+
+
+def test_the_shared_prompt_of_choices_is_computed_once() -> None:
+    model = FakeModel()
+    choose.run("one two three four five", [" a", " b", " c"], backend=model).sync()
+    assert [call.cached_tokens for call in model.calls] == [0, 4, 4]
+
+
+def test_select_does_not_sample() -> None:
+    with pytest.raises(AssertionError, match="temperature must be 0"):
+        pm.select("x", ["a"], temperature=0.5)
+    with pytest.raises(AssertionError, match="needs choices"):
+        pm.select("x")
+
+
+# The methods alone
+
+
+def scores(*logprobs: list[float], unconditional: list[list[float]] | None = None) -> ChoiceScores:
+    return ChoiceScores(
+        choices=tuple("abcdef"[: len(logprobs)]),
+        scores=tuple(tuple(Score(p, 0) for p in row) for row in logprobs),
+        unconditional=None
+        if unconditional is None
+        else tuple(tuple(Score(p, 0) for p in row) for row in unconditional),
+    )
+
+
+def test_length_normalisation_takes_the_best_mean_and_the_first_of_equals() -> None:
+    method = pm.token_length_normalized
+    assert method(scores([-1.0, -1.0], [-0.5, -2.0, -0.1], [-0.9])).index == 1
+    assert method(scores([-1.0], [-1.0, -1.0])).index == 0
+
+
+def test_greedy_takes_the_best_first_token_and_fills_ended_rows_with_their_mean() -> None:
+    method = pm.greedy_token_selection
+    assert method(scores([-0.1, -9.0], [-0.2, -0.1])).index == 0
+    decision = method(scores([-0.5], [-0.5, -0.1], [-0.5, -0.9]))
+    assert decision.index == 1
+    assert decision.meta["greedy_logprob_matrix"] == [[-0.5, -0.5], [-0.5, -0.1], [-0.5, -0.9]]
+
+
+def test_unconditional_takes_the_largest_gain() -> None:
+    method = pm.unconditional_likelihood_normalized
+    decision = method(scores([-1.0], [-2.0], unconditional=[[-1.5], [-6.0]]))
+    assert decision.index == 1
+    assert decision.meta["normalized_unconditional_prompt_logprobs"] == [0.5, 4.0]
