@@ -19,6 +19,7 @@ from palmette.kernels.sampling import RowSampling, SampleBatch
 from .plan import Chunk, StepPlan
 from .sequence import SequenceState, SequenceTable
 
+MAX_STOP_SETS = 256  # distinct sets of stop ids whose bits are kept
 CHOOSE = -1  # SampleBatch.targets of a row that chooses
 
 
@@ -38,6 +39,7 @@ class BatchBuilder:
         self._table = table
         self._page_size = page_size
         self._mask_words = mask_words
+        self._stop_bits: dict[frozenset[int], _StopBits] = {}
         self._end_ids = end_ids  # ids that end a text and may stand in none
         self._token_ids = np.empty(token_budget, np.int32)
         self._positions = np.empty(token_budget, np.int32)
@@ -203,22 +205,39 @@ class BatchBuilder:
             try:
                 if place in errors:
                     raise errors[place]
-                self._set_stops(masks[place], sequence, may_end=state.may_end)
+                self._set_stops(masks[place], sequence.stop_ids, may_end=state.may_end)
                 has_mask[place] = True
             except Exception as error:  # fault boundary: one sequence
                 faults[sequence.arrival] = error
                 masks[place].fill(-1)
         return masks
 
-    def _set_stops(self, mask: Int32Array, sequence: SequenceState, *, may_end: bool) -> None:
+    def _set_stops(self, mask: Int32Array, stop_ids: frozenset[int], *, may_end: bool) -> None:
         """Its stop ids are allowed exactly when the text may end; ids that end others never."""
-        words = mask.view(np.uint32)
-        for token_id in self._end_ids | sequence.stop_ids:
-            bit = np.uint32(1 << (token_id & 31))
-            if may_end and token_id in sequence.stop_ids:
-                words[token_id >> 5] |= bit
-            else:
-                words[token_id >> 5] &= ~bit
+        bits = self._stop_bits.get(stop_ids)
+        if bits is None:
+            if len(self._stop_bits) >= MAX_STOP_SETS:
+                self._stop_bits.clear()
+            bits = self._stop_bits[stop_ids] = _StopBits(stop_ids, self._end_ids)
+        mask[bits.words] &= bits.cleared
+        if may_end:
+            mask[bits.words] |= bits.set
+
+
+class _StopBits:
+    """The words of a mask row that hold ids which end a text, and what to do with them."""
+
+    def __init__(self, stop_ids: frozenset[int], end_ids: frozenset[int]) -> None:
+        ids = stop_ids | end_ids
+        self.words = np.array(sorted({i >> 5 for i in ids}), np.intp)
+        self.cleared = ~self._bits(ids)
+        self.set = self._bits(stop_ids)
+
+    def _bits(self, ids: frozenset[int]) -> Int32Array:
+        bits = np.zeros(len(self.words), np.uint32)
+        for token_id in ids:
+            bits[np.searchsorted(self.words, token_id >> 5)] |= np.uint32(1 << (token_id & 31))
+        return bits.view(np.int32)
 
 
 def _fill_all(masks: Int32Array, states: list[tuple[int, GrammarState]]) -> dict[int, Exception]:

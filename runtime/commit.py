@@ -11,21 +11,13 @@ from dataclasses import dataclass
 
 from palmette.kernels.sampling import NOT_FINITE, SampleResult
 
+from .faults import SequenceFault
 from .plan import Chunk, StepPlan
 from .request import ErrorInfo, Finish, FinishReason, TokenLogprob
 from .scheduler import Scheduler
 from .sequence import SequenceState, SequenceTable
 
 LENGTH = Finish(reason=FinishReason.LENGTH)
-
-
-class SequenceFault(RuntimeError):
-    """Ends one request with an error whose message may be shown to its client."""
-
-    def __init__(self, info: ErrorInfo, *, keep: bool = True) -> None:
-        super().__init__(info.message)
-        self.info = info
-        self.keep = keep  # whether what it computed may be found by others
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from palmette.constrained.spec import GrammarError
 from palmette.kernels.sampling import SampleResult
 from palmette.radix_cache.tree import RadixTree, TreeNode
 
 from .batch import BatchBuilder
-from .commit import CommitHooks, Committer, SequenceFault
+from .commit import CommitHooks, Committer
 from .config import EngineConfig
 from .delivery import Delivery
+from .faults import Aborted, SequenceFault, explain
 from .metrics import Counters, EngineStats
 from .parts import GrammarSource, TokenCodec
 from .plan import StepPlan
@@ -102,11 +102,12 @@ class Engine:
         self._counters = Counters()
         self._live: dict[str, SequenceState] = {}
         self._compiling: dict[int, SequenceState] = {}  # by arrival: polled each step
-        self._deadlines: list[tuple[float, int, SequenceState]] = []  # heap
+        self._deadlines: list[tuple[float, int, str]] = []  # heap: when, arrival, id
         self._outputs: list[Output] = []
         self._faults: dict[int, Exception] = {}  # by arrival, since the launch of this step
         self._late_aborts: list[SequenceState] = []  # asked for while a step was in flight
         self._in_flight = False
+        self._is_broken = False
         self._num_submitted = 0
         self._num_stalls = 0
         self._num_ended = 0
@@ -134,39 +135,43 @@ class Engine:
         """
         self._check(requests)
         now = self._clock()
-        for request in requests:
-            sampling = request.sampling
-            self._num_submitted += 1
+        for sequence in [self._make_sequence(request, now) for request in requests]:
+            self._live[sequence.request_id] = sequence
             self._counters.accepted += 1
-            stop_ids = set(sampling.stop_token_ids)
-            if not sampling.ignore_eos:
-                stop_ids.update(self.info.eos_token_ids)
-            room = self._max_tokens - len(request.prompt_ids)
-            seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
-            sequence = SequenceState(
-                request,
-                arrival=self._num_submitted,
-                seed=seed % 2**64,
-                submitted_at=now,
-                stop_ids=frozenset(stop_ids),
-                max_generated=room
-                if sampling.max_new_tokens is None
-                else min(room, sampling.max_new_tokens),
-                delivery=Delivery(sampling, vocabulary=self._vocabulary),
-            )
-            self._live[request.request_id] = sequence
             self._scheduler.submit(sequence)
             if sequence.deadline_at is not None:
-                entry = (sequence.deadline_at, sequence.arrival, sequence)
+                entry = (sequence.deadline_at, sequence.arrival, sequence.request_id)
                 heapq.heappush(self._deadlines, entry)
-            if request.grammar is not None:
+            if sequence.request.grammar is not None:
                 self._compiling[sequence.arrival] = sequence
                 try:
-                    self._grammars.request(request.grammar)
+                    self._grammars.request(sequence.request.grammar)
                 except Exception as error:  # fault boundary: one request
                     self._on_fault(sequence, error)
 
+    def _make_sequence(self, request: Request, now: float) -> SequenceState:
+        sampling = request.sampling
+        self._num_submitted += 1
+        stop_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids.update(self.info.eos_token_ids)
+        seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
+        max_generated = self._max_tokens - len(request.prompt_ids)
+        if sampling.max_new_tokens is not None:
+            max_generated = min(max_generated, sampling.max_new_tokens)
+        return SequenceState(
+            request,
+            arrival=self._num_submitted,
+            seed=seed % 2**64,
+            submitted_at=now,
+            stop_ids=frozenset(stop_ids),
+            max_generated=max_generated,
+            delivery=Delivery(sampling, vocabulary=self._vocabulary),
+        )
+
     def _check(self, requests: Sequence[Request]) -> None:
+        if self._is_broken:
+            raise RequestError("the engine has failed; restart it", code="internal")
         limit = self.info.limits.max_waiting
         if self._scheduler.num_waiting + len(requests) > limit:
             raise RequestError(
@@ -211,6 +216,15 @@ class Engine:
     def step(self) -> list[Output]:
         """Make one step; returns what is new. An empty list: nothing to tell yet, or idle."""
         start = self._clock()
+        try:
+            self._advance(start)
+        except Exception as error:  # fault boundary: what no single request can be blamed for
+            self._fail_all(error)
+        self._counters.last_step_s = self._clock() - start
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _advance(self, start: float) -> None:
         num_before = self._num_ended + self._scheduler.num_admissions
         self._expire(start)
         self._poll_grammars()
@@ -221,9 +235,6 @@ class Engine:
             self._num_stalls = 0
         elif self._num_ended + self._scheduler.num_admissions == num_before:
             self._note_stall()
-        self._counters.last_step_s = self._clock() - start
-        outputs, self._outputs = self._outputs, []
-        return outputs
 
     def _run(self, plan: StepPlan) -> None:
         try:
@@ -254,7 +265,7 @@ class Engine:
         start = self._clock()
         self._in_flight = False
         faults, self._faults = self._faults, {}
-        faults.update((sequence.arrival, _Aborted()) for sequence in self._late_aborts)
+        faults.update((sequence.arrival, Aborted()) for sequence in self._late_aborts)
         self._committer.commit(plan, result, faults=faults, now=start)
         self._end_late_aborts()
         self._counters.steps += 1
@@ -274,16 +285,16 @@ class Engine:
             return
         for single in plan.single_rows():
             self._end_late_aborts()
-            claimed = self._scheduler.claim(single)
-            if claimed.is_empty:
-                continue
+            sequence = single.sequences()[0]
             try:
+                claimed = self._scheduler.claim(single)
+                if claimed.is_empty:
+                    continue
                 result = self._forward(claimed)
             except Exception as row_error:  # fault boundary: this row
-                self._scheduler.abandon(claimed)
                 self._in_flight = False
                 self._faults.clear()
-                self._on_fault(claimed.sequences()[0], row_error)
+                self._on_fault(sequence, row_error)  # its claims go with its lease
             else:
                 self._commit(claimed, result)
         self._end_late_aborts()
@@ -296,8 +307,7 @@ class Engine:
             try:
                 if not self._grammars.ready(spec):
                     continue
-                sequence.grammar = self._grammars.get(spec).start()
-                self._scheduler.grammar_ready(sequence)
+                self._scheduler.grammar_ready(sequence, self._grammars.get(spec))
             except Exception as error:  # fault boundary: one request
                 self._on_fault(sequence, error)
             self._compiling.pop(sequence.arrival, None)
@@ -305,8 +315,9 @@ class Engine:
     def _expire(self, now: float) -> None:
         """End what has passed its deadline, at whatever stage it is."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, sequence = heapq.heappop(self._deadlines)
-            if sequence.status is not Status.FINISHED:
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            sequence = self._live.get(request_id)
+            if sequence is not None and sequence.arrival == arrival:
                 info = ErrorInfo(
                     code="deadline",
                     message=f"request {sequence.request_id}: its deadline of "
@@ -326,6 +337,21 @@ class Engine:
             culprit = queue[0] if queue else next(iter(self._live.values()))
             message = f"request {culprit.request_id}: cannot be scheduled; it makes no progress"
             self._on_fault(culprit, SequenceFault(ErrorInfo(code="internal", message=message)))
+
+    def _fail_all(self, error: Exception) -> None:
+        """The step itself failed: end everything, and refuse more unless the books balance."""
+        logger.critical("step failed, ending %d requests", len(self._live), exc_info=error)
+        self._in_flight = False
+        self._faults.clear()
+        self._end_late_aborts()
+        for sequence in list(self._live.values()):
+            info = explain(sequence.request_id, RuntimeError())
+            self._end(sequence, FAILED, error=info)
+        try:
+            self.check()
+        except Exception as imbalance:  # fault boundary: the engine
+            self._is_broken = True
+            logger.critical("the engine is broken and takes no more work", exc_info=imbalance)
 
     # How a request ends
 
@@ -357,10 +383,10 @@ class Engine:
         if sequence.status is Status.FINISHED:
             logger.error("request %s: fault after its end", sequence.request_id, exc_info=error)
             return
-        if isinstance(error, _Aborted):
+        if isinstance(error, Aborted):
             self._end(sequence, ABORTED)
             return
-        info, keep = _explain(sequence.request_id, error), True
+        info, keep = explain(sequence.request_id, error), True
         if isinstance(error, SequenceFault):
             keep = error.keep
         elif info.code == "internal":
@@ -465,20 +491,3 @@ class Engine:
         """Let go of the model and the grammar threads; unfinished requests are dropped."""
         self._grammars.close()
         self._runner.close()
-
-
-class _Aborted(Exception):
-    """The client asked for the end of a sequence while a step with it was in flight."""
-
-
-def _explain(request_id: str, error: Exception) -> ErrorInfo:
-    """What a client may know about an exception: never its text, unless it is about its input."""
-    if isinstance(error, SequenceFault):
-        return error.info
-    if isinstance(error, GrammarError):
-        return ErrorInfo(code="grammar", message=str(error), field="grammar")
-    # torch's OutOfMemoryError is known by name: torch is not imported on this floor.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        message = f"request {request_id}: out of memory; try a shorter prompt"
-        return ErrorInfo(code="out_of_memory", message=message)
-    return ErrorInfo(code="internal", message=f"request {request_id}: internal error")

@@ -266,6 +266,8 @@ def check_request(request: Request, info: EngineInfo) -> None:
     if request.logprobs.num_top < 0:
         raise _out_of_range("top_logprobs", request.logprobs.num_top, ">= 0")
     _check_count("top_logprobs", request.logprobs.num_top, limits.max_top_logprobs)
+    if not 0 <= request.choice_index < 2**31:
+        raise _out_of_range("choice_index", request.choice_index, f"0..{2**31 - 1}")
     start = request.logprobs.prompt_start
     if start is not None and not 0 <= start <= num_prompt:
         raise _out_of_range("logprob_start_len", start, f"0..{num_prompt}")

@@ -17,6 +17,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from operator import attrgetter
 
+from palmette.constrained.backend import CompiledGrammar
 from palmette.radix_cache.pages import PagesExhausted
 from palmette.radix_cache.tree import RadixTree
 
@@ -74,8 +75,11 @@ class Scheduler:
         else:
             self._enqueue(sequence)
 
-    def grammar_ready(self, sequence: SequenceState) -> None:
-        """The grammar of a compiling sequence is there: it may be chosen tokens for."""
+    def grammar_ready(self, sequence: SequenceState, grammar: CompiledGrammar) -> None:
+        """The grammar of a compiling sequence is there: tokens may be chosen for it."""
+        sequence.compiled = grammar
+        if sequence.lease is not None:
+            sequence.start_grammar()
         sequence.needs_grammar = False
         if self.compiling.pop(sequence.arrival, None) is not None:
             self._enqueue(sequence)
@@ -202,7 +206,7 @@ class Scheduler:
                     return False
             else:
                 sequence.num_leased = sequence.num_tokens
-                self._table.update_pages(sequence)
+                self._table.update_pages(sequence, sequence.lease)
                 return True
 
     def _plan_chunks(self, plan: StepPlan, budget: int) -> None:
@@ -303,17 +307,22 @@ class Scheduler:
             return True
 
     def _take_lease(self, sequence: SequenceState) -> bool:
+        sequence.start_grammar()
         is_scoring = sequence.next_scored < sequence.num_prompt
         lease = self._tree.acquire(
             sequence.all_ids(),
             sequence.request.namespace,
             max_match=sequence.next_scored - 1 if is_scoring else None,
         )
+        try:
+            self._table.place(sequence, lease)
+        except Exception:
+            self._tree.release(lease)
+            raise
         self._dequeue(sequence)
         self._blocked = None
         self.num_admissions += 1
         sequence.start(lease, now=self._now)
-        self._table.place(sequence)
         insort(self.running, sequence, key=_rank)
         return True
 

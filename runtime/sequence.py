@@ -19,7 +19,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from palmette.constrained.backend import GrammarState
+from palmette.constrained.backend import CompiledGrammar, GrammarState
 from palmette.kernels.batch import Int32Array
 from palmette.kernels.sampling import Float32Array, RowSampling
 from palmette.radix_cache.tree import Lease
@@ -44,6 +44,7 @@ class SequenceState:
     __slots__ = (
         "admitted_s",
         "arrival",
+        "compiled",
         "computed_tokens",
         "deadline_at",
         "delivery",
@@ -120,7 +121,8 @@ class SequenceState:
         self.has_started = False
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
-        self.grammar: GrammarState | None = None
+        self.compiled: CompiledGrammar | None = None
+        self.grammar: GrammarState | None = None  # from the first admission with `compiled` on
         self.needs_grammar = request.grammar is not None  # until `grammar` is there
         start = request.logprobs.prompt_start
         # The next prompt position to be scored; num_prompt: none (left).
@@ -160,6 +162,11 @@ class SequenceState:
         self.shared_tokens = self.shared_end - self.shared_start
         self.ids = np.empty(self.num_prompt + 16, np.int32)
         self.ids[: self.num_prompt] = self.request.prompt_ids
+
+    def start_grammar(self) -> None:
+        """Begin the grammar, once: a state costs memory, so the queue holds none."""
+        if self.grammar is None and self.compiled is not None:
+            self.grammar = self.compiled.start()
 
     def append(self, token_id: int) -> None:
         """Add a generated id; its KV is not there yet. Amortised O(1)."""
@@ -316,11 +323,9 @@ class SequenceTable:
     def num_free(self) -> int:
         return len(self._free_rows)
 
-    def place(self, sequence: SequenceState) -> None:
-        """Give an admitted sequence a row."""
-        row = self._free_rows.pop()
-        self.sequences[row] = sequence
-        sequence.row = row
+    def place(self, sequence: SequenceState, lease: Lease) -> None:
+        """Give a sequence a row; when a value does not fit its array, nothing is taken."""
+        row = self._free_rows[-1]
         request, sampling = sequence.request, sequence.request.sampling
         self.num_pages[row] = 0
         self.num_tokens[row] = sequence.num_tokens
@@ -334,12 +339,14 @@ class SequenceTable:
         self.seeds[row] = sequence.seed
         self.choices[row] = request.choice_index
         self.num_top[row] = request.logprobs.num_top if request.logprobs.output else -1
-        self.update_pages(sequence)
+        self._free_rows.pop()
+        self.sequences[row] = sequence
+        sequence.row = row
+        self.update_pages(sequence, lease)
 
-    def update_pages(self, sequence: SequenceState) -> None:
-        """Copy the pages its lease gained since the last call."""
-        assert sequence.lease is not None
-        page_ids = sequence.lease.page_ids
+    def update_pages(self, sequence: SequenceState, lease: Lease) -> None:
+        """Copy the pages the lease gained since the last call."""
+        page_ids = lease.page_ids
         known = int(self.num_pages[sequence.row])
         if known != len(page_ids):
             self.page_table[sequence.row, known : len(page_ids)] = page_ids[known:]

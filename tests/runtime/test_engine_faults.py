@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from palmette.constrained.backend import select_backend
+from palmette.constrained.backend import CompiledGrammar, select_backend
 from palmette.constrained.compiler import GrammarCompiler
 from palmette.constrained.spec import GrammarError, GrammarKind, GrammarSpec
 from palmette.kernels.batch import ForwardBatch
@@ -27,8 +27,15 @@ from palmette.runtime.fake_runner import (
     fake_engine,
     run_all,
 )
-from palmette.runtime.request import FinishReason, LogprobOptions, Request, SamplingParams
+from palmette.runtime.request import (
+    FinishReason,
+    LogprobOptions,
+    Request,
+    RequestError,
+    SamplingParams,
+)
 from palmette.runtime.runner import StepHandle
+from palmette.runtime.sequence import SequenceState
 from palmette.runtime.text import Detokenizer, StopMatcher
 
 SHARED = tuple(b"a prefix that all of them share.")
@@ -256,6 +263,36 @@ def test_an_aborted_launch_ends_all_rows_when_each_fails_alone() -> None:
     assert run_all(broken, requests())["n1"].token_ids == expected["n1"].token_ids
 
 
+def wrap_grammar_of_victim(faulty: Engine, wrap: Callable[[object], object]) -> None:
+    """Make every grammar state of the victim pass through `wrap`."""
+    ready = faulty._scheduler.grammar_ready
+
+    class Compiled:
+        def __init__(self, real: CompiledGrammar) -> None:
+            self.real = real
+
+        def start(self) -> object:
+            return wrap(self.real.start())
+
+    def grammar_ready(sequence: SequenceState, grammar: CompiledGrammar) -> None:
+        is_victim = sequence.request_id == "victim"
+        ready(sequence, Compiled(grammar) if is_victim else grammar)  # type: ignore[arg-type]
+
+    faulty._scheduler.grammar_ready = grammar_ready  # type: ignore[method-assign]
+
+
+def test_grammar_start() -> None:
+    failpoint = Failpoint(1)
+    faulty = engine()
+
+    def failing(state: object) -> object:
+        failpoint()
+        return state
+
+    wrap_grammar_of_victim(faulty, failing)
+    check_isolated(faulty, failpoint)
+
+
 @pytest.mark.parametrize("error", [RuntimeError(SECRET), GrammarError("over the limit")])
 @pytest.mark.parametrize("method", ["fill", "accept"])
 @pytest.mark.parametrize("when", [1, 4, NUM_STEPS])
@@ -276,21 +313,13 @@ def test_grammar_state(method: str, when: int, error: Exception) -> None:
                 failpoint()
             return getattr(self.real, name)
 
-    ready = faulty._scheduler.grammar_ready
-
-    def grammar_ready(sequence) -> None:  # type: ignore[no-untyped-def]
-        if sequence.request_id == "victim" and failpoint.num_calls < failpoint.when:
-            sequence.grammar = State(sequence.grammar)
-        ready(sequence)
-
-    faulty._scheduler.grammar_ready = grammar_ready  # type: ignore[method-assign]
+    wrap_grammar_of_victim(faulty, State)
     code = "grammar" if isinstance(error, GrammarError) else "internal"
     check_isolated(faulty, failpoint, code=code)
 
 
-def test_a_refused_token_is_an_error_not_a_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_token_is_an_error_not_a_silent_one() -> None:
     faulty = engine()
-    ready = faulty._scheduler.grammar_ready
 
     class Refuses:
         def __init__(self, real: object) -> None:
@@ -299,12 +328,7 @@ def test_a_refused_token_is_an_error_not_a_silent_one(monkeypatch: pytest.Monkey
         def __getattr__(self, name: str) -> object:
             return (lambda token_id: False) if name == "accept" else getattr(self.real, name)
 
-    def grammar_ready(sequence) -> None:  # type: ignore[no-untyped-def]
-        if sequence.request_id == "victim":
-            sequence.grammar = Refuses(sequence.grammar)
-        ready(sequence)
-
-    monkeypatch.setattr(faulty._scheduler, "grammar_ready", grammar_ready)
+    wrap_grammar_of_victim(faulty, Refuses)
     got = run_all(faulty, requests())
     error = got["victim"].error
     assert error is not None and error.code == "internal"
@@ -383,3 +407,30 @@ def test_a_failing_release_still_ends_the_request(monkeypatch: pytest.MonkeyPatc
     while faulty.has_work:
         collect(answers, faulty.step())
     assert answers["victim"].finish is not None
+
+
+def test_a_step_that_nobody_can_be_blamed_for_ends_all_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faulty = engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(faulty._scheduler, "_plan_chunks", lambda plan, budget: 1 / 0)
+        got = run_all(faulty, requests())
+    assert {answer.error.code for answer in got.values() if answer.error} == {"internal"}
+    assert len(got) == 5
+    assert run_all(faulty, requests())["n1"].text == answers_without_faults()["n1"].text
+
+
+def test_an_engine_whose_books_do_not_balance_takes_no_more_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faulty = engine()
+    faulty.submit(requests())
+    faulty.step()
+    monkeypatch.setattr(faulty._tree, "release", lambda lease, *, keep=True: 1 / 0)
+    monkeypatch.setattr(faulty._scheduler, "_plan_decodes", lambda plan: 1 / 0)
+    answers: dict[str, Answer] = {}
+    collect(answers, faulty.step())
+    assert len(answers) == 5
+    with pytest.raises(RequestError, match="has failed"):
+        faulty.submit(requests())

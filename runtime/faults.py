@@ -1,0 +1,33 @@
+"""How an exception becomes the end of one request: what its client may know of it."""
+
+from __future__ import annotations
+
+from palmette.constrained.spec import GrammarError
+
+from .request import ErrorInfo
+
+
+class SequenceFault(RuntimeError):
+    """Ends one request with an error whose message may be shown to its client."""
+
+    def __init__(self, info: ErrorInfo, *, keep: bool = True) -> None:
+        super().__init__(info.message)
+        self.info = info
+        self.keep = keep  # whether what it computed may be found by others
+
+
+class Aborted(Exception):
+    """The client asked for the end of a sequence while a step with it was in flight."""
+
+
+def explain(request_id: str, error: Exception) -> ErrorInfo:
+    """Never the exception's own text, unless it is about the client's input."""
+    if isinstance(error, SequenceFault):
+        return error.info
+    if isinstance(error, GrammarError):
+        return ErrorInfo(code="grammar", message=str(error), field="grammar")
+    # torch's OutOfMemoryError is known by name: torch is not imported on this floor.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        message = f"request {request_id}: out of memory; try a shorter prompt"
+        return ErrorInfo(code="out_of_memory", message=message)
+    return ErrorInfo(code="internal", message=f"request {request_id}: internal error")
