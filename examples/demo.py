@@ -1,8 +1,8 @@
 """One prompt, four branches, a choice and a typed object: the tour of Palmette.
 
-    make demo                  from a checkout
-    palmette demo              from an installation
-    python examples/demo.py    with any --model that Palmette opens
+make demo                  from a checkout
+palmette demo              from an installation
+python examples/demo.py    with any --model that Palmette opens
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class City(BaseModel):
 @pm.function
 def city_guide(s, city):
     """(a) Four branches continue one shared conversation; join brings their texts back."""
-    s += pm.system("You are a travel guide. You answer in one short sentence.")
-    s += pm.user(f"I am planning a weekend in {city}. What should I know?")
-    s += pm.assistant(pm.gen("overview", max_tokens=32, stop="\n", temperature=0))
+    s += pm.system("You are a travel guide who answers in one short sentence.")
+    s += pm.user(f"What is {city} known for?")
+    s += pm.assistant(pm.gen("overview", max_tokens=40, stop=["\n", "."], temperature=0))
 
     branches = s.fork(len(ANGLES))
     for branch, angle in zip(branches, ANGLES, strict=True):
-        branch += pm.user(f"And what about {angle}?")
-        branch += pm.assistant(pm.gen("tip", max_tokens=24, stop="\n", temperature=0))
+        branch += pm.user(f"Give me one tip about {angle} in {city}.")
+        branch += pm.assistant(pm.gen("tip", max_tokens=32, stop=["\n", "."], temperature=0))
     branches.join()
 
     s += pm.user("Which should I do first?")
@@ -46,7 +46,10 @@ def city_guide(s, city):
 @pm.function
 def city_facts(s, city):
     """(c) An object of a pydantic model."""
-    s += pm.user(f"Give the facts about {city} as JSON.")
+    s += pm.user(
+        f"{city} has two million people and is famous for its museums and its food. "
+        f"Write the facts about {city} as JSON."
+    )
     s += pm.assistant(pm.gen("facts", max_tokens=160, temperature=0, json_schema=City))
 
 
@@ -60,13 +63,13 @@ def main(model: str | None = None) -> None:
         f"loaded in {time.perf_counter() - start:.1f} s\n"
     )
 
-    guide = city_guide.run("Lisbon", backend=engine)
+    guide = city_guide.run("Paris", backend=engine)
     print("overview:", guide["overview"].strip())
     for angle, tip in zip(ANGLES, guide["tip"], strict=True):
         print(f"  {angle + ':':9}", tip.strip())
     print("first:", guide["first"], "\n")
 
-    facts = city_facts.run("Lisbon", backend=engine)
+    facts = city_facts.run("Paris", backend=engine)
     print("facts:", City.model_validate_json(facts["facts"]), "\n")
 
     # (d) what each call cost, and the prefixes the engine holds now

@@ -106,10 +106,12 @@ def format_tree(root: TreeNode, decode: Callable[[Sequence[int]], str], *, width
     stack = [(child, 0) for child in reversed(root.children)]
     while stack:
         node, depth = stack.pop()
-        text = repr(decode(node.token_ids))
-        shown = text if len(text) <= width else f"{text[: width - 1]}~"
-        lines.append(f"{'  ' * depth}{len(node.token_ids):>6} tokens  {shown}")
-        stack.extend((child, depth + 1) for child in reversed(node.children))
+        if node.token_ids:  # the root of a namespace has none
+            text = repr(decode(node.token_ids))
+            shown = text if len(text) <= width else f"{text[: width - 1]}~"
+            lines.append(f"{'  ' * depth}{len(node.token_ids):>6} tokens  {shown}")
+            depth += 1
+        stack.extend((child, depth) for child in reversed(node.children))
     return "\n".join(lines) if lines else "(no prefixes)"
 
 

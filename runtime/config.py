@@ -35,7 +35,7 @@ class EngineConfig:
     weights: str = "auto"  # auto, fp32, bf16 (what a runner supports)
     page_size: int = 16
     kv_tokens: int | None = None
-    memory_fraction: float = 0.5
+    memory_fraction: float = 0.25
     context_length: int | None = None  # None: the model's own
     threads: int | None = None  # None: the cores this process may use
     grammar_backend: str = "auto"
