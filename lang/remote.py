@@ -35,7 +35,7 @@ from palmette.runtime.request import (
 from .errors import BackendError
 
 T = TypeVar("T")
-_MAX_STREAMS = 128  # at once; more wait here, not at the server
+_MAX_STREAMS = 64  # at once, as many as an engine runs; more wait here, not at the server
 _MAX_TEXTS = 128  # in one /tokenize or /detokenize
 _CALL_TIMEOUT_S = 60.0  # for calls that do not generate
 
@@ -190,6 +190,7 @@ class HttpClient:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
         await self._client.aclose()
+        await self._loop.shutdown_asyncgens()
 
     # Streams; these run in the background thread
 
@@ -474,13 +475,11 @@ def _abort_error(finish: Finish | None, meta: Mapping[str, Any]) -> ErrorInfo | 
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of server-sent events up to [DONE]; comments are heartbeats."""
+    """The JSON of server-sent events; comments are heartbeats, and [DONE] is the last event."""
     async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line[5:].strip()
+        data = line[5:].strip() if line.startswith("data:") else "[DONE]"
         if data == "[DONE]":
-            return
+            continue
         event: object = msgspec.json.decode(data)
         if not isinstance(event, dict):
             raise ValueError("an event of the server is not a JSON object")

@@ -92,6 +92,7 @@ async def server_info(request: Request) -> Response:
                 )
             },
             "internal_states": [] if stats is None else [dataclasses.asdict(stats)],
+            "engine": dataclasses.asdict(info),  # all that a client needs to prepare requests
         }
     )
 
