@@ -25,6 +25,7 @@ _logger = logging.getLogger(__name__)
 _MAX_ERRORS = 1024  # of the negative cache
 _MAX_LOST_WORKERS = 8  # stuck in compiles over their budget; then nothing new is started
 _CLOSE_WAIT_S = 5.0
+_STACK_BYTES = 64 * 1024 * 1024  # engines recurse over rules; virtual until touched
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +76,11 @@ class GrammarCompiler:
     def held_bytes(self) -> int:
         """Bytes of the cached grammars, as their engine estimates them."""
         return self._held_bytes
+
+    @property
+    def num_remembered(self) -> int:
+        """Grammars and errors held."""
+        return len(self._grammars) + len(self._errors)
 
     @property
     def num_pending(self) -> int:
@@ -163,7 +169,9 @@ class GrammarCompiler:
             # Daemons: a compile that can't be stopped must not keep the process from ending.
             worker = threading.Thread(target=self._work, name="palmette-grammar", daemon=True)
             self._workers.add(worker)
+            previous = threading.stack_size(_STACK_BYTES)
             worker.start()
+            threading.stack_size(previous)
 
     def _is_over_budget(self, job: _Job) -> bool:
         return job.started is not None and self._clock() - job.started > self._budget_s

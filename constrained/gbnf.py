@@ -13,6 +13,9 @@ _ESCAPES = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def gbnf_to_lark(source: str, limits: GrammarLimits) -> str:
+    num_rules = source.count("::=")
+    if num_rules > limits.rules:
+        raise GrammarError(f"ebnf: {num_rules} rules; the limit is {limits.rules}")
     try:
         return str(convert(_ESCAPES.sub(_decode, source)))
     except Exception as error:  # the converter raises bare Exception

@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 from .backend import MaskRow
 from .limits import GrammarLimits
 from .llguidance_grammar import GrammarText, grammar_text, locate
-from .masks import allowed_ids, is_allowed
+from .masks import allowed_ids, is_allowed, row_of
 from .spec import GrammarError, GrammarSpec
 from .vocabulary import Vocabulary
 
 _LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=10_000,  # an object with 2,500 optional properties
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
@@ -73,6 +74,7 @@ class _Shared:
     executor: llguidance.LLExecutor  # fills many rows in one call, without the interpreter lock
     stop_ids: frozenset[int]
     closing_ids: tuple[int, ...]  # of single bytes that tend to end what is open
+    stop_row: MaskRow  # allows the stop ids alone
 
 
 class LLGuidanceState:
@@ -97,6 +99,9 @@ class LLGuidanceState:
         return self._num_stops > 0 or bool(self._matcher.is_accepting())
 
     def fill(self, row: MaskRow) -> None:
+        if self._num_stops:
+            row[:] = self._shared.stop_row
+            return
         self._matcher.unsafe_compute_mask_ptr(_address(row), row.nbytes)
         self.check_fault()
 
@@ -136,17 +141,25 @@ class LLGuidanceState:
         return copy
 
     def check_fault(self) -> None:
-        """Raise the GrammarError of a matcher that hit a limit; it never recovers."""
-        if self._matcher.is_error():
-            message = _first_line(self._matcher.get_error())
+        """Raise the GrammarError of a matcher that can't go on: a limit, or a dead end."""
+        matcher = self._matcher
+        if matcher.is_error():
+            message = _first_line(matcher.get_error())
             raise GrammarError(f"the grammar is too complex to continue: {message}")
+        if matcher.is_stopped() and not matcher.is_accepting():
+            raise GrammarError("no text that continues this one satisfies the grammar")
 
     @staticmethod
     def fill_batch(
         states: Sequence[LLGuidanceState], rows: Sequence[int], masks: NDArray[np.int32]
     ) -> None:
         """Fill `masks[rows[i]]` for `states[i]`, all of one vocabulary; faults are not checked."""
-        work = [(state._matcher, row) for state, row in zip(states, rows, strict=True)]
+        work = []
+        for state, row in zip(states, rows, strict=True):
+            if state._num_stops:
+                masks[row] = state._shared.stop_row
+            else:
+                work.append((state._matcher, row))
         states[0]._shared.executor.unsafe_compute_mask_ptr(
             work, _address(masks), masks.shape[1] * 4, masks.shape[0]
         )
@@ -209,6 +222,7 @@ class LLGuidanceBackend:
                     llguidance.LLExecutor(num_threads=self._num_threads),
                     frozenset(vocabulary.stop_ids),
                     _closing_ids(vocabulary),
+                    row_of(vocabulary.stop_ids, vocabulary.size),
                 )
             return self._shared
 
@@ -223,16 +237,14 @@ def _warm(matcher: llguidance.LLMatcher, shared: _Shared, spec: GrammarSpec) -> 
     while num_steps < _WARM_STEPS:
         num_steps += 1
         matcher.unsafe_compute_mask_ptr(_address(row), row.nbytes)
-        if matcher.is_error():
-            message = _first_line(matcher.get_error())
-            raise GrammarError(f"{spec.kind}: the grammar is too complex: {message}")
-        token_id = _next_id(row, shared)
-        if token_id is None:
-            if not matcher.is_accepting():
-                raise GrammarError(f"{spec.kind}: no text satisfies the grammar")
+        token_id = None if matcher.is_error() else _next_id(row, shared)
+        if token_id is None or matcher.try_consume_tokens([token_id]) != 1:
             break
-        if matcher.try_consume_tokens([token_id]) != 1:
-            break
+    if matcher.is_error():
+        message = _first_line(matcher.get_error())
+        raise GrammarError(f"{spec.kind}: the grammar is too complex: {message}")
+    if matcher.is_stopped() and not matcher.is_accepting():
+        raise GrammarError(f"{spec.kind}: no text satisfies the grammar")
     matcher.reset()
     return num_steps
 

@@ -55,10 +55,15 @@ def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
             return GrammarText(_lark(gbnf_to_lark(spec.source, limits)))
         case GrammarKind.LARK:
             limits.check_source(spec.source)
-            _check_lark(spec.source)
+            _check_lark(spec.source, limits)
             return GrammarText(_lark(spec.source))
         case GrammarKind.STRUCTURAL_TAG:
             return _structural_tag_text(spec, limits)
+
+
+_CLEARER = {
+    "oneOf constraints are not supported": "the branches are not provably disjoint; use anyOf",
+}
 
 
 def locate(text: GrammarText, message: str, fails: Callable[[str], bool]) -> GrammarError:
@@ -71,7 +76,7 @@ def locate(text: GrammarText, message: str, fails: Callable[[str], bool]) -> Gra
         return GrammarError(message)
     schema = text.schema
     resolver = Resolver(schema.document, schema.draft)
-    nodes = reachable(schema.document, resolver, schema.draft)
+    nodes = reachable(schema.document, resolver)
     candidates = [
         (node, keyword)
         for node in nodes
@@ -86,6 +91,7 @@ def locate(text: GrammarText, message: str, fails: Callable[[str], bool]) -> Gra
     if not candidates:
         return GrammarError(message, pointer="")
     node, keyword = candidates[0]
+    message = next((c for sign, c in _CLEARER.items() if sign in message), message)
     return GrammarError(f"{keyword}: {message}", pointer=f"{node.pointer}/{escape(keyword)}")
 
 
@@ -224,8 +230,13 @@ _LARK_REFUSED = (
 )
 
 
-def _check_lark(source: str) -> None:
+_LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*[^:\n|]*:", re.MULTILINE)
+
+
+def _check_lark(source: str, limits: GrammarLimits) -> None:
     bare = _LARK_OPAQUE.sub(lambda m: " " * len(m[0]), source)
+    if (num_rules := len(_LARK_RULE.findall(bare))) > limits.rules:
+        raise GrammarError(f"lark: {num_rules} rules; the limit is {limits.rules}")
     for pattern, reason in _LARK_REFUSED:
         if (found := pattern.search(bare)) is not None:
             line = source.count("\n", 0, found.start()) + 1

@@ -6,7 +6,7 @@ above the vocabulary's size are never set by a grammar.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -38,6 +38,14 @@ def mask_words(vocab_size: int) -> int:
 def allocate(num_rows: int, vocab_size: int) -> MaskRows:
     """Rows that allow everything, padding bits included."""
     return np.full((num_rows, mask_words(vocab_size)), -1, dtype=np.int32)
+
+
+def row_of(token_ids: Iterable[int], vocab_size: int) -> MaskRow:
+    """A row that allows exactly `token_ids`."""
+    row = np.zeros(mask_words(vocab_size), dtype=np.uint32)
+    for token_id in token_ids:
+        row[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+    return row.view(np.int32)
 
 
 def allow_all(masks: MaskRows) -> None:

@@ -3,8 +3,9 @@
 `prepare_json_schema` returns a document whose every reachable keyword the default engine
 enforces exactly, or raises a `GrammarError` with the JSON pointer, the keyword and the reason.
 Nothing that restricts the value is ever dropped. What may be dropped restricts nothing: keywords
-that can't fail (`uniqueItems: false`), keywords for types that `type` rules out, siblings of a
-`$ref` up to draft 7, and formats that no specification defines; the last two leave a note.
+that can't fail (`uniqueItems: false`), keywords for types that `type` rules out, and formats that
+no specification defines, which leave a note. Siblings of a `$ref` are enforced, also in drafts
+that would ignore them.
 
 The reasons to refuse were measured: whole families by the engine itself, and the cases in which
 it accepts an invalid value (`minProperties` above 1: it counts a repeated key twice; escapes in
@@ -20,6 +21,7 @@ from fractions import Fraction
 
 import jsonschema_rs
 
+from . import formats
 from .limits import GrammarLimits
 from .schema_walk import (
     Draft,
@@ -36,15 +38,6 @@ from .spec import GrammarError
 
 # Keys of engines that would change the grammar from inside a user's schema.
 _ENGINE_KEYS = ("x-guidance",)
-
-# Formats of the JSON Schema specifications. Any other name is an annotation by definition.
-_ENFORCED_FORMATS = frozenset(
-    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
-)
-_UNENFORCED_FORMATS = frozenset(
-    "idn-email idn-hostname iri iri-reference json-pointer regex relative-json-pointer "
-    "uri-reference uri-template".split()
-)
 
 # Keyword -> the only type of value that it restricts.
 _TYPE_OF = (
@@ -124,7 +117,7 @@ def prepare_json_schema(source: str, limits: GrammarLimits) -> PreparedSchema:
         del document["$schema"]
         draft = Draft.DRAFT2020
     _check_against_metaschema(document)
-    nodes = reachable(document, Resolver(document, draft), draft)
+    nodes = reachable(document, Resolver(document, draft))
     for node in nodes:
         _prepare_node(node, draft, totals, limits)
     needs_plain_keys = any(_has_open_declared_keys(node) for node in nodes)
@@ -149,22 +142,26 @@ def _prepare_node(node: Node, draft: Draft, totals: _Totals, limits: GrammarLimi
     assert isinstance(schema, dict)
     for key in _ENGINE_KEYS:
         schema.pop(key, None)
-    if draft <= Draft.DRAFT7 and "$ref" in schema:
-        _drop_siblings_of_ref(node, totals)
-        return
     for keyword in [key for key in schema if not _is_known(key, draft)]:
         del schema[keyword]
     _drop_vacuous(schema)
     for keyword in _REFUSED:
         if keyword in schema:
             raise GrammarError(f"{keyword}: {_REFUSED[keyword]}", pointer=_at(node, keyword))
-    _check_format(node, totals)
+    _rewrite_format(node, totals)
+    _rewrite_counts(schema)
     _check_counts(node, totals, limits)
     _check_objects(node)
     _check_numbers(node, totals, limits)
     if isinstance(pattern := schema.get("pattern"), str):
         limits.check_regex(pattern, pointer=_at(node, "pattern"))
     if isinstance(patterns := schema.get("patternProperties"), dict):
+        if len(patterns) > limits.pattern_properties:
+            raise GrammarError(
+                f"patternProperties: {len(patterns)} patterns; the limit is "
+                f"{limits.pattern_properties}",
+                pointer=_at(node, "patternProperties"),
+            )
         for pattern in patterns:
             limits.check_regex(
                 pattern, pointer=f"{_at(node, 'patternProperties')}/{escape(pattern)}"
@@ -178,21 +175,6 @@ def _at(node: Node, keyword: str) -> str:
 def _is_known(keyword: str, draft: Draft) -> bool:
     """False when this draft does not define the keyword, though another one does."""
     return _SINCE.get(keyword, draft) <= draft <= _UNTIL.get(keyword, draft)
-
-
-_KEPT_BESIDE_REF = ("$ref", "$schema", "$id", "id", "$defs", "definitions")
-
-
-def _drop_siblings_of_ref(node: Node, totals: _Totals) -> None:
-    """Up to draft 7 whatever stands beside a `$ref` is ignored."""
-    assert isinstance(node.schema, dict)
-    dropped = [key for key in node.schema if key not in _KEPT_BESIDE_REF]
-    restricting = [key for key in dropped if key not in ("title", "description", "$comment")]
-    if restricting:
-        totals.notes.append(
-            f"{node.pointer or '/'}: {', '.join(restricting)} beside $ref means nothing before "
-            "draft 2019-09"
-        )
 
 
 def _drop_vacuous(schema: SchemaObject) -> None:
@@ -233,17 +215,36 @@ def _same(value: object, other: object) -> bool:
     return type(value) is type(other) and value == other
 
 
-def _check_format(node: Node, totals: _Totals) -> None:
-    assert isinstance(node.schema, dict)
-    name = node.schema.get("format")
-    if not isinstance(name, str) or name in _ENFORCED_FORMATS:
+def _rewrite_format(node: Node, totals: _Totals) -> None:
+    schema = node.schema
+    assert isinstance(schema, dict)
+    name = schema.get("format")
+    if not isinstance(name, str) or name in formats.ENGINE:
         return
-    if name in _UNENFORCED_FORMATS:
+    if name in formats.UNENFORCED:
         raise GrammarError(
             f"format: {name!r} can't be enforced; use pattern", pointer=_at(node, "format")
         )
-    del node.schema["format"]
-    totals.notes.append(f"{_at(node, 'format')}: {name!r} is not a format of JSON Schema: ignored")
+    del schema["format"]
+    if name not in formats.PATTERNS:
+        totals.notes.append(
+            f"{_at(node, 'format')}: {name!r} is not a format of JSON Schema: ignored"
+        )
+        return
+    patterns: list[Json] = [{"pattern": pattern} for pattern in formats.PATTERNS[name]]
+    existing = schema.get("allOf")
+    schema["allOf"] = [*(existing if isinstance(existing, list) else []), *patterns]
+
+
+_COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
+
+
+def _rewrite_counts(schema: SchemaObject) -> None:
+    """`2.0` is an integer in JSON Schema."""
+    for keyword in _COUNTS:
+        value = schema.get(keyword)
+        if isinstance(value, float) and value.is_integer():
+            schema[keyword] = int(value)
 
 
 def _check_counts(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
@@ -282,19 +283,35 @@ def _check_objects(node: Node) -> None:
         )
 
 
+_BOUNDS = ("maximum", "minimum", "exclusiveMaximum", "exclusiveMinimum")
+
+
 def _check_numbers(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
-    """The automaton for `multipleOf` has one state per residue."""
+    """Numbers an engine can compute with exactly; the automaton of `multipleOf` in bounds."""
     assert isinstance(node.schema, dict)
+    for keyword in (*_BOUNDS, "multipleOf", "const", "enum"):
+        if keyword in node.schema and _has_huge_number(node.schema[keyword], limits.integer):
+            raise GrammarError(
+                f"{keyword}: numbers beyond {limits.integer} can't be enforced exactly",
+                pointer=_at(node, keyword),
+            )
     step = node.schema.get("multipleOf")
     if not isinstance(step, int | float):
         return
-    digits = Fraction(str(step)).numerator if math.isfinite(step) else limits.multiple_of + 1
-    totals.multiple_of = math.lcm(totals.multiple_of, digits)
-    if totals.multiple_of > limits.multiple_of:
+    totals.multiple_of = math.lcm(totals.multiple_of, Fraction(str(step)).numerator)
+    if totals.multiple_of > limits.multiple_of:  # one state per residue
         raise GrammarError(
             f"multipleOf: the least common multiple of all is above {limits.multiple_of}",
             pointer=_at(node, "multipleOf"),
         )
+
+
+def _has_huge_number(value: Json, limit: int) -> bool:
+    if isinstance(value, list):
+        return any(_has_huge_number(item, limit) for item in value)
+    if isinstance(value, dict):
+        return any(_has_huge_number(item, limit) for item in value.values())
+    return isinstance(value, int | float) and not -limit <= value <= limit
 
 
 def _has_open_declared_keys(node: Node) -> bool:

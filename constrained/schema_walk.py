@@ -196,7 +196,7 @@ class Resolver:
                     self._collect(Node(place, child_schema), scope)
 
 
-def reachable(root: Json, resolver: Resolver, draft: Draft) -> list[Node]:
+def reachable(root: Json, resolver: Resolver) -> list[Node]:
     """Every subschema that can apply to some part of a value, the root first, each once.
 
     Raises:
@@ -212,8 +212,7 @@ def reachable(root: Json, resolver: Resolver, draft: Draft) -> list[Node]:
             continue
         nodes[id(node.schema)] = node
         in_place = edges.setdefault(id(node.schema), [])
-        follows_only = draft <= Draft.DRAFT7 and "$ref" in node.schema
-        found = [] if follows_only else list(children(node))
+        found = list(children(node))
         reference = node.schema.get("$ref")
         if isinstance(reference, str):
             found.append(("$ref", resolver.follow(node, reference)))

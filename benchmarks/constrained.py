@@ -1,0 +1,177 @@
+"""Constrained decoding against public schema collections: what is exact, refused, or wrong.
+
+    python benchmarks/constrained.py [--suite FILE] [--maskbench FILE] [--gguf FILE] [--show]
+
+Each FILE holds one JSON object per line: `id`, `split`, `schema` and `tests`, a list of
+`{"valid": bool, "data": ...}` (JSON-Schema-Test-Suite groups, MaskBench schemas). Of every
+schema: *refused* (a GrammarError with its reason), *exact*, *order* (a valid instance is rejected
+only because of the order of its keys), *over* (a valid instance is rejected), *under* (an invalid
+one is accepted: must be 0).
+
+With --gguf also times on the vocabulary of that model: from a new schema to its first mask, and
+the fill of one mask row in a batch of 32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palmette.constrained import masks
+from palmette.constrained.backend import CompiledGrammar, select_backend
+from palmette.constrained.spec import GrammarError, GrammarSpec
+from palmette.constrained.vocabulary import Vocabulary
+
+OUTCOMES = ("exact", "order", "refused", "over", "under")
+
+
+def byte_vocabulary() -> Vocabulary:
+    return Vocabulary(
+        token_bytes=(*(bytes([byte]) for byte in range(256)), b"<|end|>"),
+        special_ids=frozenset({256}),
+        stop_ids=(256,),
+        encode=lambda text: list(text.encode()),
+    )
+
+
+def model_vocabulary(path: Path) -> Vocabulary:
+    from palmette.runtime.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_gguf(path)
+    return tokenizer.vocabulary(tokenizer.size)
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def accepts(grammar: CompiledGrammar, vocabulary: Vocabulary, value: object) -> bool:
+    state = grammar.start()
+    text = json.dumps(value, ensure_ascii=False)
+    ids = vocabulary.encode(text)
+    return all(state.accept(token_id) for token_id in ids) and state.may_end
+
+
+def in_declared_order(value: Any, rank: dict[str, int]) -> Any:
+    """`value` with the keys of every object as they first appear in the schema."""
+    if isinstance(value, list):
+        return [in_declared_order(item, rank) for item in value]
+    if isinstance(value, dict):
+        keys = sorted(value, key=lambda key: rank.get(key, len(rank)))
+        return {key: in_declared_order(value[key], rank) for key in keys}
+    return value
+
+
+def declared_keys(schema: Any, rank: dict[str, int]) -> None:
+    if isinstance(schema, dict):
+        for name in schema.get("properties") or ():
+            rank.setdefault(name, len(rank))
+        for child in schema.values():
+            declared_keys(child, rank)
+    elif isinstance(schema, list):
+        for child in schema:
+            declared_keys(child, rank)
+
+
+def judge(entry: dict[str, Any], vocabulary: Vocabulary, backend: Any) -> tuple[str, str]:
+    """(outcome, reason or example) for one schema."""
+    source = json.dumps(entry["schema"], ensure_ascii=False)
+    try:
+        grammar = backend.compile(GrammarSpec.json_schema(source), vocabulary)
+    except GrammarError as error:
+        return "refused", str(error)
+    rank: dict[str, int] = {}
+    declared_keys(entry["schema"], rank)
+    outcome, example = "exact", ""
+    for test in entry["tests"]:
+        taken = accepts(grammar, vocabulary, test["data"])
+        if taken and not test["valid"]:
+            return "under", json.dumps(test["data"])[:200]
+        if test["valid"] and not taken and outcome != "over":
+            example = json.dumps(test["data"])[:200]
+            reordered = in_declared_order(test["data"], rank)
+            outcome = "order" if accepts(grammar, vocabulary, reordered) else "over"
+    return outcome, example
+
+
+def table(name: str, entries: Sequence[dict[str, Any]], *, show: bool) -> None:
+    backend, vocabulary = select_backend(), byte_vocabulary()
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    reasons: Counter[str] = Counter()
+    for entry in entries:
+        outcome, example = judge(entry, vocabulary, backend)
+        counts[entry["split"]][outcome] += 1
+        if outcome == "refused":
+            reasons[example.split(":")[0][:40]] += 1
+        if show and outcome != "exact":
+            print(f"{outcome:8} {entry['id']}: {example}")
+    counts["all"] = sum(counts.values(), Counter())
+    print(f"{name:24} {'schemas':>8}", *(f"{outcome:>8}" for outcome in OUTCOMES))
+    for split, counter in counts.items():
+        cells = (f"{counter[outcome]:8}" for outcome in OUTCOMES)
+        print(f"{split:24} {counter.total():8}", *cells)
+    print("refused for:", ", ".join(f"{reason} {n}" for reason, n in reasons.most_common(16)))
+
+
+def percentiles(name: str, values: Sequence[float], unit: str) -> None:
+    points = [f"p{p} {np.percentile(values, p):.4g}" for p in (50, 90, 99)]
+    print(f"{name:40} {', '.join(points)}, max {max(values):.4g} {unit}")
+
+
+def times(entries: Sequence[dict[str, Any]], vocabulary: Vocabulary) -> None:
+    backend, row = select_backend(), masks.allocate(1, vocabulary.size)
+    backend.compile(GrammarSpec.json_object(), vocabulary)  # builds the trie once
+    first_ms, states, fill_us = [], [], []
+    for entry in entries:
+        source = json.dumps(entry["schema"], ensure_ascii=False)
+        start = time.perf_counter()
+        try:
+            grammar = backend.compile(GrammarSpec.json_schema(source), vocabulary)
+        except GrammarError:
+            continue
+        grammar.start().fill(row[0])
+        first_ms.append((time.perf_counter() - start) * 1e3)
+        texts = [json.dumps(t["data"], ensure_ascii=False) for t in entry["tests"] if t["valid"]]
+        states += [(grammar.start(), vocabulary.encode(text)) for text in texts[:1]]
+    percentiles("new schema to first mask", first_ms, "ms")
+    rows = list(range(32))
+    buffer = masks.allocate(32, vocabulary.size)
+    for first in range(0, len(states) - 31, 32):
+        batch = states[first : first + 32]
+        for step in range(min(64, min(len(ids) for _, ids in batch))):
+            start = time.perf_counter()
+            masks.fill_rows(buffer, [state for state, _ in batch], rows)
+            fill_us.append((time.perf_counter() - start) / 32 * 1e6)
+            for state, ids in batch:
+                state.accept(ids[step])
+    percentiles("mask fill per row, 32 rows together", fill_us, "us")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--suite", type=Path)
+    parser.add_argument("--maskbench", type=Path)
+    parser.add_argument("--gguf", type=Path, help="time on this model's vocabulary")
+    parser.add_argument("--show", action="store_true", help="print every schema not exact")
+    arguments = parser.parse_args()
+    for name in ("suite", "maskbench"):
+        path: Path | None = getattr(arguments, name)
+        if path is None:
+            continue
+        entries = list(read(path))
+        table(name, entries, show=arguments.show)
+        if arguments.gguf:
+            times(entries, model_vocabulary(arguments.gguf))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Hostile grammars: refused or ready within the budget, never a crash, never unbounded memory."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from palmette.constrained.backend import select_backend
+from palmette.constrained.compiler import GrammarCompiler
+from palmette.constrained.spec import GrammarError, GrammarSpec
+from palmette.constrained.vocabulary import Vocabulary
+
+BUDGET_S = 2.0
+KEYS = [f"k{i}" for i in range(1_000)]
+
+
+def object_with(count: int, **more: Any) -> GrammarSpec:
+    properties = {f"p{i}": {"type": "integer"} for i in range(count)}
+    return GrammarSpec.json_schema({"type": "object", "properties": properties, **more})
+
+
+def chain(count: int, last: Any, link: Any) -> GrammarSpec:
+    definitions = {f"d{i}": link(f"#/$defs/d{i + 1}") for i in range(count)}
+    return GrammarSpec.json_schema(
+        {"$defs": {**definitions, f"d{count}": last}, "$ref": "#/$defs/d0"}
+    )
+
+
+def all_of_twice(ref: str) -> Any:
+    return {"allOf": [{"$ref": ref}, {"$ref": ref}]}
+
+
+ABUSE = {
+    "regex: repeats of repeats": GrammarSpec.regex("(.{1,1000}){1,1000}"),
+    "regex: plus of plus": GrammarSpec.regex("((a+)+)+b"),
+    "regex: nested groups": GrammarSpec.regex("(" * 4000 + "a" + ")" * 4000),
+    "regex: open classes": GrammarSpec.regex("[a" * 4000),
+    "regex: long": GrammarSpec.regex("a|" * 10_000),
+    "regex: state blow-up": GrammarSpec.regex("(?:a|b)*a(?:a|b){1000}"),
+    "regex: unicode repeats": GrammarSpec.regex(r"\p{L}{1,1000}(\p{Lu}|\p{N}){1,1000}"),
+    "schema: 15k enum values": GrammarSpec.json_schema({"enum": [f"v{i}" for i in range(15_000)]}),
+    "schema: 20,001 enum values": GrammarSpec.json_schema({"enum": list(range(20_001))}),
+    "schema: 1,000 optional properties": object_with(1_000),
+    "schema: 4,001 properties": object_with(4_001),
+    "schema: union of 1,000 objects": GrammarSpec.json_schema(
+        {
+            "anyOf": [
+                {"properties": {f"k{i}": {"const": i}}, "required": [f"k{i}"]} for i in range(1000)
+            ]
+        }
+    ),
+    "schema: product of unions": GrammarSpec.json_schema(
+        {"allOf": [{"anyOf": [{"minimum": i}, {"maximum": -i}]} for i in range(30)]}
+    ),
+    "schema: references that double": chain(60, {"type": "object"}, all_of_twice),
+    "schema: pattern times length": GrammarSpec.json_schema(
+        {"type": "string", "pattern": "^(a|b|[^x]{3})*$", "minLength": 100_000}
+    ),
+    "schema: large multipleOf": GrammarSpec.json_schema(
+        {"type": "integer", "multipleOf": 1_000_003}
+    ),
+    "schema: coprime multipleOf": GrammarSpec.json_schema(
+        {"type": "integer", "allOf": [{"multipleOf": n} for n in (9973, 9967, 9949)]}
+    ),
+    "schema: 300 key patterns": GrammarSpec.json_schema(
+        {"patternProperties": {f"^k{i}_": {"const": i} for i in range(300)}}
+    ),
+    "schema: array of 10**9": GrammarSpec.json_schema({"type": "array", "minItems": 10**9}),
+    "schema: smallest 64-bit integer": GrammarSpec.json_schema(
+        {"enum": [[-(2**63)], {"a": -(2**63)}]}
+    ),
+    "schema: deep": GrammarSpec.json_schema('{"not":' * 5_000 + "{}" + "}" * 5_000),
+    "schema: half a megabyte": GrammarSpec.json_schema({"description": "x" * 500_000}),
+    "lark: deep groups": GrammarSpec.lark("start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
+    "lark: chain of rules": GrammarSpec.lark(
+        "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(10_000)) + '\nr10000: "a"'
+    ),
+    "lark: 999 rules in a chain": GrammarSpec.lark(
+        "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(998)) + '\nr998: "a"'
+    ),
+    "lark: terminals that double": GrammarSpec.lark(
+        "start: T0\n" + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(60)) + '\nT60: "a"'
+    ),
+    "lark: a million repeats": GrammarSpec.lark('start: "a"{1000000}'),
+    "ebnf: deep groups": GrammarSpec.ebnf("root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000),
+    "ebnf: rules that double": GrammarSpec.ebnf(
+        "root ::= r0\n"
+        + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(60))
+        + '\nr60 ::= "a"'
+    ),
+    "ebnf: repeats of repeats": GrammarSpec.ebnf('root ::= ("a"{10000} "b"){10000}'),
+    "choice: 15k options": GrammarSpec.choice([f"o{i}" for i in range(15_000)]),
+}
+
+
+@pytest.mark.parametrize("name", ABUSE)
+def test_ready_or_refused_within_the_budget(compiler: GrammarCompiler, name: str) -> None:
+    start = time.monotonic()
+    try:
+        state = compiler.get(ABUSE[name]).start()
+    except GrammarError:
+        state = None
+    assert time.monotonic() - start < BUDGET_S * 1.5
+    if state is not None:
+        row_words = compiler.vocabulary.mask_words
+        assert row_words > 0
+        assert state.accept(
+            next(i for i in range(compiler.vocabulary.size) if state.fork().accept(i))
+        )
+    assert compiler.get(GrammarSpec.regex("ok")).start().accept(ord("o")), "it goes on serving"
+
+
+def test_thousands_of_schemas_stay_within_the_cache(vocabulary: Vocabulary) -> None:
+    limit = 4 * 1024 * 1024
+    compiler = GrammarCompiler(vocabulary, select_backend(), cache_bytes=limit)
+    for i in range(1_000):
+        compiler.check(GrammarSpec.json_schema(json.dumps({"const": i})))
+        assert compiler.held_bytes <= limit
+    for i in range(3_000):
+        with pytest.raises(GrammarError):
+            compiler.check(GrammarSpec.json_schema(json.dumps({"not": {"const": i}})))
+    assert 0 < compiler.held_bytes <= limit
+    assert compiler.num_remembered <= 1_024 + limit // 32_768
+    compiler.close()
