@@ -14,13 +14,12 @@ from .context import ServerContext, context_of, read_struct
 from .errors import ApiError, invalid
 from .limits import GENERATE_NAMES, Plan, check_model, new_call_id, token_ids
 from .messages import check_messages
+from .openapi import document
 from .remote_engine import EngineUnavailable
 from .respond import JsonBody
 from .schemas import AbortBody, DetokenizeBody, TokenizeBody
 
-router = APIRouter()  # behind a key
-open_router = APIRouter()  # live, ready, health: for supervisors and routers
-metrics_router = APIRouter()
+router = APIRouter()
 
 _MAX_TEXTS = 128
 
@@ -36,7 +35,7 @@ async def models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     context = context_of(request)
-    check_model(name, context.info)
+    check_model(name or "/", context.info)
     return JsonBody(_model(context))
 
 
@@ -112,6 +111,11 @@ def _model(context: ServerContext) -> dict[str, object]:
         "root": info.model,
         "max_model_len": info.context_length,
     }
+
+
+@router.get("/openapi.json")
+async def openapi() -> Response:
+    return JsonBody(document())
 
 
 # Tokens
@@ -288,17 +292,17 @@ def _used_tokens(context: ServerContext, stats: EngineStats) -> int:
 # Health
 
 
-@open_router.get("/health")
-@open_router.get("/health/ready")
-@open_router.get("/ready")
-@open_router.get("/ping")
+@router.get("/health")
+@router.get("/health/ready")
+@router.get("/ready")
+@router.get("/ping")
 async def ready(request: Request) -> Response:
     """200 when requests are served; 503 while loading, draining, stalled or dead."""
     is_ready, details = context_of(request).readiness()
     return _health(is_ready, details)
 
 
-@open_router.get("/health/live")
+@router.get("/health/live")
 async def live(request: Request) -> Response:
     """503 only when nothing but a restart helps."""
     context = context_of(request)
@@ -338,7 +342,7 @@ def _health(is_fine: bool, details: dict[str, object]) -> Response:
     return JsonBody(details, 200 if is_fine else 503, headers=headers)
 
 
-@metrics_router.get("/metrics")
+@router.get("/metrics")
 async def metrics(request: Request) -> Response:
     context = context_of(request)
     try:

@@ -8,7 +8,8 @@ import secrets
 from collections.abc import MutableMapping
 from typing import Any, cast
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,7 +49,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, codec: Codec) -> FastA
         title="Palmette",
         docs_url=None,
         redoc_url=None,
-        openapi_url=None,  # a route of its own below, behind the key
+        openapi_url=None,  # a route of our own, behind the key
         redirect_slashes=False,
         exception_handlers={
             ApiError: _on_api_error,
@@ -57,14 +58,23 @@ def create_app(engine: AsyncEngine, config: ServerConfig, codec: Codec) -> FastA
         },
     )
     app.state.palmette = context
-    protected = [Depends(require_key)]
-    for router in (openai_api.router, generate_api.router, admin_api.router, _schema_router()):
-        app.include_router(router, dependencies=protected)
-    app.include_router(admin_api.open_router)
-    metrics_guard = [] if config.open_metrics else protected
-    app.include_router(admin_api.metrics_router, dependencies=metrics_guard)
+    for router in (openai_api.router, generate_api.router, admin_api.router):
+        for route in router.routes:
+            if isinstance(route, APIRoute):
+                _add_route(app, route, config)
     app.add_middleware(Boundary, metrics=context.metrics)
     return app
+
+
+def _add_route(app: FastAPI, route: APIRoute, config: ServerConfig) -> None:
+    """Put a route behind the key, unless it is one of the few open ones."""
+    is_open = route.path in OPEN_PATHS or (config.open_metrics and route.path == METRICS_PATH)
+    app.add_api_route(
+        route.path,
+        route.endpoint,
+        methods=sorted(route.methods),
+        dependencies=[] if is_open else [Depends(require_key)],
+    )
 
 
 async def require_key(request: Request) -> None:
@@ -150,15 +160,3 @@ def _observe(metrics: ServerMetrics, call: Call) -> None:
     if call.first_output is not None:
         metrics.first_output.observe(call.first_output - call.started)
     metrics.call.observe(call.duration_s)
-
-
-def _schema_router() -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/openapi.json")
-    async def openapi(request: Request) -> Response:
-        from .openapi import document
-
-        return JsonBody(document())
-
-    return router

