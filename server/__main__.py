@@ -18,6 +18,8 @@ from palmette import __version__
 from palmette.runtime.config import EngineConfig, SchedulerConfig
 from palmette.runtime.request import Limits, RequestError
 
+from .config import ServerConfig, UserError
+
 USER_ERROR = 2
 DEFAULT_URL = "http://127.0.0.1:30000"
 
@@ -69,10 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"palmette {options.name}: {_one_line(error)}", file=sys.stderr)
         return USER_ERROR
     return status
-
-
-class UserError(Exception):
-    """Something the user can mend; the message says how."""
 
 
 def _one_line(error: Exception) -> str:
@@ -138,8 +136,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
-    from .config import ServerConfig
-
     group = parser.add_argument_group("server")
     _add_fields(group, ServerConfig(), _SERVER_HELP, skip=("api_keys",))
     group.add_argument(
@@ -189,7 +185,6 @@ def _chosen(options: argparse.Namespace, kind: Any, skip: Sequence[str] = ()) ->
 
 def _serve(options: argparse.Namespace) -> int:
     from .commands import serve
-    from .config import ServerConfig
 
     keys = _api_keys(options)
     values = _chosen(options, ServerConfig, skip=("api_keys",))

@@ -72,7 +72,7 @@ def _add_route(app: FastAPI, route: APIRoute, config: ServerConfig) -> None:
     app.add_api_route(
         route.path,
         route.endpoint,
-        methods=sorted(route.methods),
+        methods=sorted(route.methods or ()),
         dependencies=[] if is_open else [Depends(require_key)],
     )
 

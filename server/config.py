@@ -10,6 +10,10 @@ from dataclasses import dataclass
 MIB = 1024 * 1024
 
 
+class UserError(Exception):
+    """Something the user of the command line can mend; the message says how."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     host: str = "127.0.0.1"

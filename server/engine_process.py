@@ -59,8 +59,7 @@ class ServedEngine(Protocol):
     def close(self) -> None: ...
 
 
-Progress = Callable[[str, int, int], None]  # what, how much of it, of how much
-Load = Callable[[EngineConfig, Progress], ServedEngine]
+Load = Callable[[EngineConfig], ServedEngine]
 
 
 def serve(transport: Transport[ToEngine], load: Load) -> int:
@@ -84,10 +83,8 @@ def serve(transport: Transport[ToEngine], load: Load) -> int:
 def _load(transport: Transport[ToEngine], load: Load) -> ServedEngine | None:
     config = _first_frame(transport)
     try:
-        engine = load(config, lambda *news: transport.send(frames.Loading(*news)))
-    except TransportClosed:
-        raise
-    except (ValueError, OSError, ImportError) as error:  # a wrong path, file, flag or package
+        engine = load(config)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:  # file, flag, package, memory
         log.debug("the engine did not load", exc_info=True)
         _fail(transport, str(error) or type(error).__name__, user_error=True)
         return None
@@ -181,11 +178,11 @@ def _end_with_parent(parent_pid: int) -> None:
         sys.exit(0)
 
 
-def load_engine(config: EngineConfig, progress: Progress) -> ServedEngine:
+def load_engine(config: EngineConfig) -> ServedEngine:
     """The real engine."""
     from palmette.runtime.engine import Engine
 
-    return Engine.load(config, progress=progress)
+    return Engine.load(config)
 
 
 def main(load: Load = load_engine) -> int:

@@ -171,7 +171,6 @@ class RemoteEngine:
         self._transport: Transport[FromEngine] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pinger: asyncio.Task[None] | None = None
-        self.on_loading: Callable[[str, int, int], None] = lambda message, done, total: None
 
     # Life
 
@@ -323,8 +322,6 @@ class RemoteEngine:
                 self._answer(call_id, message)
             case frames.Flushed(call_id=call_id):
                 self._answer(call_id, message)
-            case frames.Loading(message=text, done=done, total=total):
-                self.on_loading(text, done, total)
             case frames.Ready(info=info):
                 self._info, self._state, self._detail = info, EngineState.READY, ""
                 self._changed.set()
@@ -384,10 +381,10 @@ class RemoteEngine:
         """Deliver the end to every open call; later ones see the state."""
         if self._state is EngineState.DEAD:
             return
-        if self._state is EngineState.LOADING and self._load_error is None:
-            self._load_error = EngineLoadError(reason, user_error=False)
-        if reason != _SHUTDOWN:
-            log.error("engine: %s", reason)
+        if self._state is EngineState.LOADING:
+            self._load_error = self._load_error or EngineLoadError(reason, user_error=False)
+        elif reason != _SHUTDOWN:
+            log.error("%s", reason)
         self._state, self._detail = EngineState.DEAD, reason
         if self._transport is not None:
             loop = asyncio.get_running_loop()

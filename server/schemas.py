@@ -233,8 +233,8 @@ def to_struct(value: object, kind: type[Body], *, strict_fields: bool, where: st
     if strict_fields:
         unknown = sorted(present.keys() - set(kind.__struct_fields__))
         if unknown:
-            name = printable(unknown[0])
-            raise invalid(f"{name}: is not a known field of this route", name, "unknown_field")
+            path = f"{where}.{printable(unknown[0])}".strip(".")
+            raise invalid(f"{path}: is not a known field of this route", path, "unknown_field")
     try:
         return msgspec.convert(present, kind)
     except msgspec.ValidationError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.request import EngineInfo
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
     from .uvicorn_server import DrainingServer
 
 
-class Announce(Protocol):
-    """Told what happens while a server starts."""
-
-    def loading(self, message: str, done: int, total: int) -> None: ...
-    def ready(self, url: str, info: EngineInfo) -> None: ...
+Announce = Callable[[str, EngineInfo], None]  # the URL, and what is served there
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,7 +46,9 @@ async def serve(
     announce: Announce,
     command: Sequence[str] = ENGINE_COMMAND,
 ) -> None:
-    """Serve until a signal ends it. `command` starts the engine process.
+    """Serve until a signal ends it; `announce` is called when the model is loaded.
+
+    `command` starts the engine process.
 
     Raises:
         EngineLoadError: when the model cannot be loaded.
@@ -59,7 +57,6 @@ async def serve(
     """
     sock = bind(config.host, config.port)
     engine = RemoteEngine(dead_limit_s=config.dead_limit_s)
-    engine.on_loading = announce.loading
     server: DrainingServer | None = None
     try:
         engine.start(engine_config, command)
@@ -89,7 +86,7 @@ async def _run(
     await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
     try:
         if loading.done():
-            announce.ready(url, loading.result())
+            announce(url, loading.result())
     except EngineLoadError:
         server.should_exit = True
         await serving

@@ -6,7 +6,7 @@ socket pair, so nothing outside the two processes can reach it. No pickle: a fra
 become one of these types.
 
     to the engine      Start, Submit, Abort, Flush, Ping
-    from the engine    Loading, Ready, Failed, StepOutputs, Flushed, Pong
+    from the engine    Ready, Failed, StepOutputs, Flushed, Pong
 """
 
 from __future__ import annotations
@@ -52,14 +52,6 @@ class Ping(msgspec.Struct, tag="ping", frozen=True):
     call_id: int
 
 
-class Loading(msgspec.Struct, tag="loading", frozen=True):
-    """What the engine is doing before it is ready, and how far it is."""
-
-    message: str
-    done: int
-    total: int
-
-
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     info: EngineInfo
 
@@ -90,7 +82,7 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
 
 
 ToEngine = Start | Submit | Abort | Flush | Ping
-FromEngine = Loading | Ready | Failed | StepOutputs | Flushed | Pong
+FromEngine = Ready | Failed | StepOutputs | Flushed | Pong
 Received = TypeVar("Received")
 
 

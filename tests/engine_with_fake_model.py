@@ -19,7 +19,7 @@ from palmette.kernels.batch import ForwardBatch
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import ByteTokenizer, FakeRunner, fake_engine
-from palmette.server.engine_process import Progress, main
+from palmette.server.engine_process import main
 
 VOCAB_SIZE = 300
 
@@ -29,11 +29,10 @@ def letters(ids: Sequence[int]) -> int:
     return ord("a") + len(ids) % 26
 
 
-def load(config: EngineConfig, progress: Progress) -> Engine:
+def load(config: EngineConfig) -> Engine:
     options = dict(parse_qsl(config.model))
     if "missing" in options:
         raise FileNotFoundError("no such model; run palmette pull")
-    progress("weights", 1, 1)
     num_pages = (config.kv_tokens or 4096) // config.page_size
     delay = float(options.get("delay", 0))
     num_launches = 0

@@ -30,7 +30,9 @@ class RunningServer:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the server did not start: exit status {self.process.wait(START_TIMEOUT_S)}"
+        if not line:
+            self.process.stdout.close()
+            raise RuntimeError(f"exit status {self.process.wait(START_TIMEOUT_S)} at the start")
         self.url: str = json.loads(line)["url"]
         self.address = (httpx.URL(self.url).host, httpx.URL(self.url).port or 80)
         keys = server.get("api_keys", [])

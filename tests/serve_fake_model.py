@@ -21,19 +21,15 @@ from palmette.server.serve import serve
 COMMAND = (sys.executable, str(Path(__file__).with_name("engine_with_fake_model.py")))
 
 
-class Announce:
-    def loading(self, message: str, done: int, total: int) -> None:
-        pass
-
-    def ready(self, url: str, info: EngineInfo) -> None:
-        print(json.dumps({"url": url, "model": info.model}), flush=True)
+def announce(url: str, info: EngineInfo) -> None:
+    print(json.dumps({"url": url, "model": info.model}), flush=True)
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
     config = msgspec.convert({"port": 0} | options.get("server", {}), ServerConfig)
     engine = msgspec.convert({"model": "script=letters"} | options.get("engine", {}), EngineConfig)
-    asyncio.run(serve(config, engine, ByteTokenizer, Announce(), COMMAND))
+    asyncio.run(serve(config, engine, ByteTokenizer, announce, COMMAND))
 
 
 if __name__ == "__main__":

