@@ -167,7 +167,7 @@ def _of_type(schema: Mapping[str, Any], root: object, depth: int) -> object:
         case "string":
             if "pattern" in schema:
                 return shortest_match(schema["pattern"])
-            return "a" * max(schema.get("minLength", 1), min(1, schema.get("maxLength", 1)))
+            return "a" * max(schema.get("minLength", 0), min(1, schema.get("maxLength", 1)))
         case "integer" | "number":
             return schema.get("minimum", min(0, schema.get("maximum", 0)))
         case "boolean":

@@ -335,25 +335,34 @@ class FakeModel:
         wanted = limit if sampling.ignore_eos else sampling.min_new_tokens
         while len(ids) < min(wanted, limit):
             ids += filler
-        for end in range(max(1, sampling.min_new_tokens), min(len(ids), limit) + 1):
+        begin = max(0, sampling.min_new_tokens - 1)  # nothing before counts as a stop
+        start = len(self._tokenizer.decode(ids[:begin]))
+        for end in range(begin + 1, min(len(ids), limit) + 1):
             if ids[end - 1] in sampling.stop_token_ids:
                 return self._ending(request, ids[:end], ids[end - 1], usage)
-            stop = _first_stop(self._tokenizer.decode(ids[:end]), sampling.stop)
-            if stop is not None:
-                return self._ending(request, ids[:end], stop, usage)
+            found = _first_stop(self._tokenizer.decode(ids[:end]), sampling.stop, start)
+            if found is not None:
+                return self._ending(request, ids[:end], found[1], usage, cut=found[0])
         if len(ids) >= limit:
             return self._ending(request, ids[:limit], None, usage)
         return self._ending(request, [*ids, _EOS], _EOS, usage)
 
     def _ending(
-        self, request: Request, ids: list[int], matched: int | str | None, usage: Usage
+        self,
+        request: Request,
+        ids: list[int],
+        matched: int | str | None,
+        usage: Usage,
+        *,
+        cut: int | None = None,
     ) -> _Running:
-        """What the engine delivers: no stop id, and no token that begins after a stop string."""
-        if not request.sampling.no_stop_trim and isinstance(matched, int):
+        """What the engine delivers: no stop id, and no token that begins after `cut`."""
+        is_trimmed = not request.sampling.no_stop_trim
+        if is_trimmed and isinstance(matched, int):
             ids = ids[:-1]
         text = self._tokenizer.decode(ids)
-        if not request.sampling.no_stop_trim and isinstance(matched, str):
-            text = text[: text.find(matched)]
+        if is_trimmed:
+            text = text[:cut]
         ends: list[int] = []
         for token_id in ids:
             begin = ends[-1] if ends else 0
@@ -487,9 +496,10 @@ def _last_end(key: str | re.Pattern[str], prompt: str) -> int:
     return max((match.end() for match in key.finditer(prompt)), default=-1)
 
 
-def _first_stop(text: str, stops: Iterable[str]) -> str | None:
-    found = [(text.find(stop), stop) for stop in stops if stop in text]
-    return min(found)[1] if found else None
+def _first_stop(text: str, stops: Iterable[str], start: int) -> tuple[int, str] | None:
+    """Where the first stop string begins, not before `start`, and which it is."""
+    found = [(text.find(stop, start), stop) for stop in stops]
+    return min(((at, stop) for at, stop in found if at >= 0), default=None)
 
 
 def _noise(*texts: str) -> float:
