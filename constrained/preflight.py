@@ -23,6 +23,7 @@ import jsonschema_rs
 
 from . import formats
 from .limits import GrammarLimits
+from .schema_finite import refuse_infinite
 from .schema_walk import (
     Draft,
     Json,
@@ -117,7 +118,9 @@ def prepare_json_schema(source: str, limits: GrammarLimits) -> PreparedSchema:
         del document["$schema"]
         draft = Draft.DRAFT2020
     _check_against_metaschema(document)
-    nodes = reachable(document, Resolver(document, draft))
+    resolver = Resolver(document, draft)
+    nodes = reachable(document, resolver)
+    refuse_infinite(nodes, resolver)
     for node in nodes:
         _prepare_node(node, draft, totals, limits)
     needs_plain_keys = any(_has_open_declared_keys(node) for node in nodes)
