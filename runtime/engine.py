@@ -327,7 +327,7 @@ class Engine:
 
     def _note_stall(self) -> None:
         """Nothing could be done: after a few such steps the request in the way is failed."""
-        if not self._live or self.is_compiling:
+        if self._outputs or self.is_compiling:  # ends to tell of, or none but to wait for
             return
         self._counters.stalls += 1
         self._num_stalls += 1

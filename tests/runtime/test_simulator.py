@@ -12,12 +12,21 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from palmette.constrained.backend import select_backend
+from palmette.constrained.compiler import GrammarCompiler
 from palmette.constrained.spec import GrammarKind, GrammarSpec
 from palmette.kernels.batch import ForwardBatch
 from palmette.runtime import scheduler
 from palmette.runtime.config import SchedulerConfig
 from palmette.runtime.engine import Engine
-from palmette.runtime.fake_runner import Answer, FakeRunner, collect, fake_engine, run_all
+from palmette.runtime.fake_runner import (
+    Answer,
+    ByteTokenizer,
+    FakeRunner,
+    collect,
+    fake_engine,
+    run_all,
+)
 from palmette.runtime.request import FinishReason, LogprobOptions, Request, SamplingParams
 
 EOS = 256
@@ -38,6 +47,8 @@ class Load:
     num_requests: int
     abort_rate: float = 0.1
     prefix_cache: bool = True
+    fault_rate: float = 0.0  # forward passes of several rows that raise
+    slow_grammars: float = 0.0  # looks at a compiled grammar that find it not ready
     reserved: int = 0  # tokens kept free for each running sequence; 0 makes pools run out
 
 
@@ -104,6 +115,18 @@ class Oracle:
         return self._known[alone]
 
 
+class SlowGrammars(GrammarCompiler):
+    """Is not ready now and then, as if another grammar had pushed this one out."""
+
+    def __init__(self, rng: random.Random, rate: float) -> None:
+        super().__init__(ByteTokenizer().vocabulary(VOCAB), select_backend())
+        self.rng = rng
+        self.rate = rate
+
+    def ready(self, spec: GrammarSpec) -> bool:
+        return self.rng.random() >= self.rate and super().ready(spec)
+
+
 class Simulation:
     def __init__(self, load: Load, seed: int) -> None:
         self.load = load
@@ -127,12 +150,15 @@ class Simulation:
                 max_running=load.max_running,
                 prefix_cache=load.prefix_cache,
             ),
+            grammars=SlowGrammars(self.rng, load.slow_grammars),
             clock=self.clock,
         )
 
     def check_batch(self, batch: ForwardBatch) -> None:
         assert batch.num_tokens <= self.load.budget
         assert batch.num_sequences <= self.load.max_running
+        if batch.num_sequences > 1 and self.rng.random() < self.load.fault_rate:
+            raise RuntimeError("this pass fails; its rows one by one do not")
 
     def arrive(self) -> None:
         group = []
@@ -211,16 +237,22 @@ def simulate(load: Load, seed: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 LOADS = {
-    "page-1": Load(page_size=1, pool=64, budget=24, max_running=8, num_requests=800),
-    "page-4": Load(page_size=4, pool=96, budget=32, max_running=8, num_requests=800),
-    "page-16": Load(page_size=16, pool=192, budget=64, max_running=16, num_requests=800),
-    "tiny-pool": Load(page_size=4, pool=40, budget=16, max_running=6, num_requests=800),
+    "page-1": Load(page_size=1, pool=64, budget=24, max_running=8, num_requests=600),
+    "page-4": Load(page_size=4, pool=96, budget=32, max_running=8, num_requests=600),
+    "page-16": Load(page_size=16, pool=192, budget=64, max_running=16, num_requests=600),
+    "tiny-pool": Load(page_size=4, pool=40, budget=16, max_running=6, num_requests=600),
     "tiny-budget": Load(page_size=4, pool=128, budget=3, max_running=8, num_requests=300),
     "one-at-a-time": Load(page_size=4, pool=64, budget=512, max_running=1, num_requests=300),
     "no-cache": Load(
         page_size=4, pool=96, budget=32, max_running=8, num_requests=500, prefix_cache=False
     ),
     "reserved": Load(page_size=1, pool=96, budget=32, max_running=8, num_requests=500, reserved=16),
+    "faults": Load(
+        page_size=4, pool=128, budget=32, max_running=8, num_requests=500, fault_rate=0.1
+    ),
+    "slow-grammars": Load(
+        page_size=4, pool=96, budget=32, max_running=4, num_requests=500, slow_grammars=0.8
+    ),
     "roomy": Load(page_size=4, pool=2048, budget=512, max_running=64, num_requests=1000),
 }
 
@@ -231,6 +263,7 @@ def test_a_crowd_answers_as_each_request_alone(name: str, monkeypatch: pytest.Mo
     stats = simulate(load, 11, monkeypatch).stats()
     assert (stats.cached_tokens > 0) == load.prefix_cache
     assert stats.preemptions > load.num_requests // 100
+    assert (stats.failed_steps > 0) == (load.fault_rate > 0)
     if name in ("page-1", "page-4", "tiny-pool"):
         assert stats.preemptions > load.num_requests // 10
 
