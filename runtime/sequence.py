@@ -42,6 +42,7 @@ class SequenceState:
     """One request while it lives; changed by the scheduler and the engine only."""
 
     __slots__ = (
+        "_timing",
         "admitted_s",
         "arrival",
         "compiled",
@@ -122,6 +123,7 @@ class SequenceState:
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.compiled: CompiledGrammar | None = None
+        self._timing: Timing | None = None
         self.grammar: GrammarState | None = None  # from the first admission with `compiled` on
         self.needs_grammar = request.grammar is not None  # until `grammar` is there
         start = request.logprobs.prompt_start
@@ -215,9 +217,12 @@ class SequenceState:
         )
 
     def timing(self, *, finished_s: float | None = None) -> Timing:
-        return Timing(
-            admitted_s=self.admitted_s, first_token_s=self.first_token_s, finished_s=finished_s
-        )
+        """Made once for all outputs before the last: nothing changes after the first token."""
+        if finished_s is not None or self._timing is None:
+            self._timing = Timing(
+                admitted_s=self.admitted_s, first_token_s=self.first_token_s, finished_s=finished_s
+            )
+        return self._timing
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
         """The prompt's logprobs, the first time; then nothing."""
