@@ -53,9 +53,9 @@ def city_facts(s, city):
     s += pm.assistant(pm.gen("facts", max_tokens=160, temperature=0, json_schema=City))
 
 
-def main(model: str | None = None) -> None:
+def main(config: pm.EngineConfig) -> None:
     start = time.perf_counter()
-    engine = pm.Engine.load(pm.EngineConfig() if model is None else pm.EngineConfig(model=model))
+    engine = pm.Engine.load(config)
     info = engine.info
     print(
         f"{info.model} ({info.architecture}, {info.weights}) on {info.device}, runner "
@@ -80,5 +80,9 @@ def main(model: str | None = None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", help="a name, a directory, a .gguf file or a hub id")
-    main(parser.parse_args().model)
+    parser.add_argument(
+        "--model",
+        default=pm.EngineConfig().model,
+        help="a name, a directory, a .gguf file or a hub id",
+    )
+    main(pm.EngineConfig(model=parser.parse_args().model))

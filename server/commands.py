@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
 import importlib.util
 import runpy
 import sys
@@ -161,8 +160,7 @@ def default_backend(config: EngineConfig) -> Iterator[None]:
 
 
 def demo(config: EngineConfig) -> int:
-    """Run the built-in program."""
-    program = importlib.import_module("palmette.lang.demo")
-    with default_backend(config):
-        program.main()
+    """Run `examples/demo.py`, which the package carries."""
+    program = Path(__file__).resolve().parent.parent / "examples" / "demo.py"
+    runpy.run_path(str(program))["main"](resolved(config))
     return 0

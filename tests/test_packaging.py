@@ -52,7 +52,15 @@ def test_the_core_does_not_bring_torch_or_the_server(project: dict[str, object])
 def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    for name in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE", "__init__.py", "py.typed"):
+    for name in (
+        *FOLDERS,
+        "examples",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "__init__.py",
+        "py.typed",
+    ):
         path = ROOT / name
         if path.is_dir():
             shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -69,7 +77,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
     assert all(folder == "palmette" or folder.endswith(".dist-info") for folder in top)
-    assert "palmette/py.typed" in names
+    assert {"palmette/py.typed", "palmette/examples/demo.py"} <= set(names)
     modules = {
         str(path.relative_to(ROOT))
         for folder in FOLDERS
