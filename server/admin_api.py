@@ -13,7 +13,7 @@ from palmette.runtime.request import EngineInfo, SamplingParams
 from .context import ServerContext, context_of, read_struct
 from .errors import ApiError, invalid
 from .limits import GENERATE_NAMES, Plan, check_model, new_call_id, token_ids
-from .messages import check_messages
+from .messages import check_messages, check_template_options, check_tools
 from .openapi import document
 from .remote_engine import EngineUnavailable
 from .respond import JsonBody
@@ -143,7 +143,11 @@ async def tokenize(request: Request) -> Response:
         messages = body.messages or []
         check_messages(messages, context.config.max_messages)
         ids = await context.text.encode_chat(
-            messages, info, add_generation_prompt=body.add_generation_prompt
+            messages,
+            info,
+            tools=check_tools(body.tools, context.config.max_tools),
+            kwargs=check_template_options(body),
+            add_generation_prompt=body.add_generation_prompt,
         )
     return _tokens(ids, len(ids), info)
 

@@ -203,8 +203,9 @@ class CallTable:
             self._calls.discard(call)
             if not self._calls:
                 self._idle.set()
-            for key in entries:
-                self._by_rid.pop(key, None)
+            for key, request_ids in entries.items():
+                if self._by_rid.get(key) is request_ids:  # not yet given to a later call
+                    del self._by_rid[key]
             self.on_close(call)
 
         call = Call(
@@ -222,8 +223,8 @@ class CallTable:
         return call
 
     def abort(self, owner: str, rid: str) -> bool:
-        """Stop by id; the client gets what there is, with the reason abort."""
-        request_ids = self._by_rid.get((owner, rid))
+        """Stop by id, which is free at once; the client gets what there is, with reason abort."""
+        request_ids = self._by_rid.pop((owner, rid), None)
         if request_ids is None:
             return False
         self._engine.abort(request_ids)
@@ -231,9 +232,9 @@ class CallTable:
 
     def abort_all(self, owner: str) -> None:
         """Stop everything of one owner."""
-        for (key_owner, _), request_ids in list(self._by_rid.items()):
+        for key_owner, rid in list(self._by_rid):
             if key_owner == owner:
-                self._engine.abort(request_ids)
+                self.abort(owner, rid)
 
     def fail_all(self, error: ErrorInfo) -> None:
         for call in list(self._calls):

@@ -37,7 +37,7 @@ from .schemas import (
 )
 
 TokenIds = tuple[int, ...]
-_SALT = re.compile(r"[A-Za-z0-9._:@+=/-]+")
+_SALT = re.compile(r"[A-Za-z0-9._:@+=-]+")
 _RID = re.compile(r"[\x21-\x7e]+")
 MAX_PRIORITY = 2**31 - 1
 
@@ -146,7 +146,7 @@ def salt(value: str, tag: str, max_length: int) -> tuple[str, ...]:
         return ()
     if len(value) > max_length or not _SALT.fullmatch(value):
         raise invalid(
-            f"{tag}: must be 1 to {max_length} characters of A-Z a-z 0-9 and . _ : @ + = / -", tag
+            f"{tag}: must be 1 to {max_length} characters of A-Z a-z 0-9 and . _ : @ + = -", tag
         )
     return (tag, value)
 

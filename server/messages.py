@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from .errors import ApiError, invalid
-from .schemas import ChatBody, Tool, printable
+from .schemas import ChatBody, TokenizeBody, Tool, printable
 
 # What a request may tell the template; anything else could change how it is run.
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "reasoning_effort", "date_string")
@@ -23,7 +23,7 @@ def check_messages(messages: Sequence[dict[str, Any]], max_messages: int) -> Non
         raise invalid(f"messages: {len(messages)} entries; the limit is {max_messages}", "messages")
 
 
-def check_template_options(body: ChatBody) -> dict[str, Any]:
+def check_template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     """The template arguments of a request.
 
     Raises:
@@ -37,7 +37,7 @@ def check_template_options(body: ChatBody) -> dict[str, Any]:
             code="forbidden",
         )
     arguments = {k: v for k, v in body.chat_template_kwargs.items() if v is not None}
-    if body.reasoning_effort is not None:
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
     for name, value in arguments.items():
         path = f"chat_template_kwargs.{printable(name)}"

@@ -178,6 +178,9 @@ class TokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
     prompt: str | list[str] | None = None
     text: str | list[str] | None = None  # the same as prompt
     messages: list[dict[str, Any]] | None = None
+    tools: list[Tool] = []
+    chat_template: str | None = None  # refused: the model's own is used
+    chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     parse_special: bool = True

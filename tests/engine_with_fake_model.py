@@ -1,16 +1,13 @@
 """The engine process with a scripted model: the real loop, engine and socket, no weights.
 
 Run as a script by the tests. `EngineConfig.model` says what the model does, as a query string:
-    script=letters|hash|json   what it generates          delay=0.02   seconds per forward pass
-    fail=N                     forward pass N raises      crash=N      the process dies in pass N
-    block=N                    pass N never returns
+    script=letters|hash        what it generates          delay=0.02   seconds per forward pass
+    poison=ID                  a forward pass with this token raises
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from urllib.parse import parse_qsl
@@ -35,17 +32,11 @@ def load(config: EngineConfig) -> Engine:
         raise FileNotFoundError("no such model; run palmette pull")
     num_pages = (config.kv_tokens or 4096) // config.page_size
     delay = float(options.get("delay", 0))
-    num_launches = 0
+    poison = int(options.get("poison", -1))
 
     def on_launch(batch: ForwardBatch) -> None:
-        nonlocal num_launches
-        num_launches += 1
-        if num_launches == int(options.get("crash", 0)):
-            os._exit(3)
-        if num_launches == int(options.get("block", 0)):
-            threading.Event().wait()
-        if num_launches == int(options.get("fail", 0)):
-            raise RuntimeError("secret /etc/passwd at 0x7f0012345678")
+        if poison in batch.token_ids:
+            raise RuntimeError("secret-word /etc/passwd at 0x7f0012345678")
         if delay:
             time.sleep(delay)
 
