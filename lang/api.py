@@ -79,56 +79,29 @@ class Function:
     def run(
         self,
         *args: object,
-        max_new_tokens: int = 128,
-        n: int = 1,
-        stop: str | Sequence[str] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        stop_regex: str | Sequence[str] | None = None,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = -1,
-        min_p: float = 0.0,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        ignore_eos: bool = False,
-        return_logprob: bool | None = None,
-        logprob_start_len: int | None = None,
-        top_logprobs_num: int | None = None,
-        return_text_in_logprobs: bool | None = None,
-        stream: bool = False,
         backend: Backend | None = None,
+        stream: bool = False,
         use_thread: bool = True,
         eager: bool = False,
         **kwargs: object,
     ) -> ProgramState:
         """Start the program and return its state; reading from the state waits for the text.
 
-        The keyword arguments named here are the defaults of every gen() in the program; all
-        others are arguments of the program. `stream` and `use_thread` are accepted for SGLang's
-        sake: every state can stream, and no thread is used. `eager` runs each operation at once.
+        Keyword arguments are arguments of the program, or else defaults of every gen() in it:
+        max_new_tokens (128), n, stop, stop_token_ids, temperature (1.0), top_p, top_k, min_p,
+        frequency_penalty, presence_penalty, ignore_eos, return_logprob, logprob_start_len,
+        top_logprobs_num and return_text_in_logprobs. `stream` and `use_thread` are accepted for
+        SGLang's sake: every state can stream, and no thread is used. `eager` runs each operation
+        at once.
 
         Raises:
             Exception: what the program raises before it first waits for text.
         """
-        _refuse_stop_regex(stop_regex)
-        defaults = RunDefaults(
-            max_tokens=max_new_tokens,
-            n=n,
-            stop=_stop(stop),
-            stop_token_ids=_ids(stop_token_ids),
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            ignore_eos=ignore_eos,
-            return_logprob=return_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            return_text_in_logprobs=return_text_in_logprobs,
+        given = {name: value for name, value in kwargs.items() if name in self.arg_names}
+        defaults, rest = _split_defaults(
+            {name: value for name, value in kwargs.items() if name not in given}
         )
-        call = Call(self.func, args, {**self.bound, **kwargs})
+        call = Call(self.func, args, {**self.bound, **given, **rest})
         return run_one(call, defaults=defaults, backend=backend, eager=eager)
 
     @overload
@@ -174,10 +147,17 @@ class Function:
         A failed operation is kept in its own state (`state.error()`); an exception of the
         program's Python code is raised after all others have finished.
         """
+        sampling.pop("use_thread", None)
+        defaults, unknown = _split_defaults(sampling)
+        if unknown:
+            raise TypeError(
+                f"run_batch() has no argument {next(iter(unknown))!r}; arguments of the program "
+                "go into the entries, or into bind()"
+            )
         calls = [self._call_of(entry, index) for index, entry in enumerate(batch_kwargs)]
         states = run_many(
             calls,
-            defaults=_defaults_of(sampling),
+            defaults=defaults,
             backend=backend,
             max_active=1024 if num_threads == "auto" else max(1, int(num_threads)),
             progress_bar=progress_bar,
@@ -429,25 +409,17 @@ def _refuse_stop_regex(stop_regex: str | Sequence[str] | None) -> None:
         raise ValueError("stop_regex is not supported; use stop, or a regex for the whole text")
 
 
-def _defaults_of(sampling: Mapping[str, object]) -> RunDefaults:
-    """The sampling defaults among the keyword arguments of run_batch.
-
-    Raises:
-        TypeError: an argument is none of them.
-    """
-    arguments = dict(sampling)
-    arguments.pop("use_thread", None)
-    _refuse_stop_regex(arguments.pop("stop_regex", None))  # type: ignore[arg-type]
-    if "max_new_tokens" in arguments:
-        arguments["max_tokens"] = arguments.pop("max_new_tokens")
-    if "stop" in arguments:
-        arguments["stop"] = _stop(arguments["stop"])  # type: ignore[arg-type]
-    if "stop_token_ids" in arguments:
-        arguments["stop_token_ids"] = _ids(arguments["stop_token_ids"])  # type: ignore[arg-type]
-    unknown = [name for name in arguments if name not in RunDefaults._fields]
-    if unknown:
-        raise TypeError(
-            f"run_batch() has no argument {unknown[0]!r}; arguments of the program go into the "
-            "entries, or into bind()"
-        )
-    return RunDefaults(**arguments)  # type: ignore[arg-type]
+def _split_defaults(arguments: Mapping[str, object]) -> tuple[RunDefaults, dict[str, object]]:
+    """The sampling defaults among keyword arguments, and the rest."""
+    rest = dict(arguments)
+    _refuse_stop_regex(rest.pop("stop_regex", None))  # type: ignore[arg-type]
+    found: dict[str, object] = {}
+    for name in RunDefaults._fields:
+        given = "max_new_tokens" if name == "max_tokens" else name
+        if given in rest:
+            found[name] = rest.pop(given)
+    if "stop" in found:
+        found["stop"] = _stop(found["stop"])  # type: ignore[arg-type]
+    if "stop_token_ids" in found:
+        found["stop_token_ids"] = _ids(found["stop_token_ids"])  # type: ignore[arg-type]
+    return RunDefaults(**found), rest  # type: ignore[arg-type]

@@ -1,0 +1,174 @@
+"""Public failures of language frontends, with the right answer.
+
+Sources: sgl-project/sglang issues 2755, 375, 10640 and its frontend of 0.5.23.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import palmette as pm
+from palmette.lang.testing import FakeModel
+from palmette.runtime.client import EngineClient, LocalClient
+from palmette.runtime.fake_runner import fake_engine
+
+
+@pytest.fixture(params=["fake model", "engine"])
+def backend(request: pytest.FixtureRequest) -> EngineClient:
+    if request.param == "engine":
+        return LocalClient(fake_engine(num_pages=1024))
+    return FakeModel()
+
+
+@pytest.mark.parametrize("before", [None, "", " ", "\n\t "])
+def test_forking_before_any_text(backend: EngineClient, before: str | None) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        if before is not None:
+            s += before
+        a, b = s.fork(2)
+        a += pm.gen("x", max_tokens=4, temperature=0)
+        b += pm.gen("x", max_tokens=4, temperature=0)
+        s += "" + a["x"] + b["x"]
+
+    state = program.run(backend=backend)
+    assert state.error() is None
+    assert len(state.text()) > len(before or "")
+    if isinstance(backend, FakeModel):
+        backend.assert_calls(2)  # none for a prefix without text
+        assert all(call.request.prompt_ids for call in backend.calls)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_forks_of_none_and_one(backend: EngineClient, size: int) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x"
+        forks = s.fork(size)
+        assert len(forks) == size
+        forks += pm.gen("v", max_tokens=1)
+        forks.join()
+        s.fork(size).join("concate_and_append")
+        s += "y"
+
+    state = program.run(backend=backend)
+    assert state.text() == "xy"
+    assert ("v" in state) == (size == 1)
+
+
+def test_a_negative_number_of_forks_is_an_error() -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s.fork(-1)
+
+    with pytest.raises(ValueError, match="size -1"):
+        program.run(backend=FakeModel())
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_branches_begin_with_all_text_of_their_parent(eager: bool) -> None:
+    @pm.function
+    def program(s: pm.ProgramState, k: int) -> list[str]:
+        s += f"{k} A: " + pm.gen("a", max_tokens=8)
+        branches = s.fork(16)
+        for i, branch in enumerate(branches):
+            branch += f" {i} " + pm.gen("v", max_tokens=1)
+        s += "".join(branch.text()[-1] for branch in branches)
+        return [branch.text() for branch in branches]
+
+    model = FakeModel(lambda prompt: f"<{len(prompt)}>")
+    num_runs = 20 if eager else 300
+    entries = [{"k": k} for k in range(num_runs)]
+    states = (
+        [program.run(**entry, backend=model, eager=True) for entry in entries]
+        if eager
+        else program.run_batch(entries, backend=model)
+    )
+    for k, state in enumerate(states):
+        begin = f"{k} A: " + state["a"]
+        texts = state.ret_value
+        assert isinstance(texts, list)
+        assert state["a"] == f"<{len(str(k)) + 4}>"
+        assert [text[: len(begin) + len(f" {i} ")] for i, text in enumerate(texts)] == [
+            f"{begin} {i} " for i in range(16)
+        ]
+        assert state.text() == begin + "<" * 16
+
+
+def test_expressions_after_an_error_neither_hang_nor_hide_it() -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen("a")
+        s += "y" + pm.gen("b")
+        s += pm.user("z") + pm.assistant(pm.gen("c"))
+        s.fork(2).join("concate_and_append")
+
+    state = program.run(backend=FakeModel([ConnectionError("the server said no")]))
+    state.sync()
+    for read in (state.text, lambda: state["a"], lambda: state["c"], state.messages):
+        with pytest.raises(pm.ProgramError, match="gen 'a' failed: the server said no"):
+            read()
+    assert "the server said no" in str(state.error())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pm.token_length_normalized,
+        pm.greedy_token_selection,
+        pm.unconditional_likelihood_normalized,
+    ],
+)
+@pytest.mark.parametrize("prompt", ["ha ha ha", "ha ha ha ", "aaaa", "x"])
+def test_every_choices_method_works_after_a_repeated_token(
+    backend: EngineClient, method: object, prompt: str
+) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += prompt
+        s += pm.select("x", [" ha", "a", " ho"], choices_method=method)  # type: ignore[arg-type]
+
+    state = program.run(backend=backend)
+    assert state["x"] in (" ha", "a", " ho")
+    meta = state.get_meta_info("x")
+    assert isinstance(meta, dict)
+    rows = meta["input_token_logprobs"]
+    assert isinstance(rows, list)
+    assert all(isinstance(score.logprob, float) for row in rows for score in row)
+
+
+def test_several_texts_of_one_gen(backend: EngineClient) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen("a", n=4, max_tokens=3, seed=5) + "y" + pm.gen("b", max_tokens=2)
+
+    state = program.run(backend=backend)
+    assert len(state["a"]) == 4
+    assert state.text() == "x" + state["a"][0] + "y" + state["b"]
+
+
+def test_joining_documents_ends_and_is_exact(backend: EngineClient) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "start "
+        forks = s.fork(3)
+        forks += lambda i: f"[{i}" + pm.gen("v", max_tokens=2, temperature=0) + "]"
+        forks.join("concate_and_append")
+        s["texts"] = [fork.text().removeprefix("start ") for fork in forks]
+        s += " end" + pm.gen("w", max_tokens=2, temperature=0)
+
+    state = program.run(backend=backend)
+    assert state.text() == "start " + "".join(state["texts"]) + " end" + state["w"]
+    again = program.run(backend=backend)
+    meta = again.get_meta_info("w")
+    assert isinstance(meta, dict)
+    assert meta["cached_tokens"] > 0 or meta["prompt_tokens"] <= 16
+
+
+def test_binding_keeps_the_number_of_speculative_tokens() -> None:
+    @pm.function(num_api_spec_tokens=8)
+    def program(s: pm.ProgramState, a: str) -> None:
+        s += f"{a}" + pm.gen("x")
+
+    assert program.bind(a="1").num_api_spec_tokens == 8
+    assert "extend %0 '1'" in str(program.bind(a="1").trace())
