@@ -40,7 +40,7 @@ class ProgramRun:
         self._encoder = encoder
         self._nodes: list[Node] = []
         self._num_started = 0  # nodes before this one were looked at
-        self._num_open = 0  # nodes without a result
+        self._num_done = 0  # nodes with a result, good or bad
         self._contents: dict[StateId, Content | ProgramError] = {StateId(0): root}
         self._results: dict[ValueId, Result | ProgramError] = {}
         self._waiting_state: dict[StateId, list[Node]] = {}
@@ -52,25 +52,20 @@ class ProgramRun:
     def append(self, node: Node) -> None:
         """Record one more node; nothing happens before `start`."""
         self._nodes.append(node)
-        self._num_open += 1
 
     @property
     def nodes(self) -> list[Node]:
         return self._nodes
 
     @property
-    def has_new(self) -> bool:
-        """Whether nodes were recorded since the last `start`."""
-        return self._num_started < len(self._nodes)
-
-    @property
     def is_done(self) -> bool:
-        return self._num_open == 0
+        return self._num_done == len(self._nodes)
 
     def start(self) -> list[Request]:
         """Requests of all nodes recorded since the last call that can go out now."""
-        self._ready.extend(self._nodes[self._num_started :])
-        self._num_started = len(self._nodes)
+        end = len(self._nodes)  # read once: a body in another thread may be recording
+        self._ready.extend(self._nodes[self._num_started : end])
+        self._num_started = end
         return self._advance()
 
     def on_output(self, output: Output) -> list[Request]:
@@ -143,7 +138,7 @@ class ProgramRun:
             target = self._splice(piece, source, node)
         if target is not None:
             self._set_content(node.target, target)
-            self._num_open -= 1
+            self._num_done += 1
 
     def _splice(self, piece: Splice, source: Content, node: Node) -> Content | ProgramError | None:
         base = self._content_of(piece.base, node)
@@ -184,7 +179,7 @@ class ProgramRun:
         return requests
 
     def _finish(self, node: Node, outcome: Result | ProgramError) -> None:
-        self._num_open -= 1
+        self._num_done += 1
         if isinstance(outcome, ProgramError) and self.error is None:
             self.error = outcome
         if isinstance(node, Extend):

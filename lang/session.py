@@ -74,17 +74,19 @@ class Task:
         self._stack.gr_context = contextvars.copy_context()
         self._stack.task = self
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread whose stack the body lives on."""
+        return threading.get_ident() == self._thread_id
+
     def resume(self) -> None:
         """Run the body until it waits or ends.
 
         Raises:
             BackendError: in another thread than the one the program was started in.
         """
-        if threading.get_ident() != self._thread_id:
-            raise BackendError(
-                "this program was started in another thread and is not finished; read its "
-                "results in the thread that ran it"
-            )
+        if not self.is_here:
+            raise BackendError(_ELSEWHERE)
         self._stack.parent = getcurrent()
         self._stack.switch()
 
@@ -116,6 +118,9 @@ class Task:
             self._body = _nothing
 
 
+_ELSEWHERE = (
+    "this program was started in another thread and is not finished; read its results there"
+)
 _STALLED = "nothing is running that could give this text: programs wait for each other"
 
 
@@ -145,13 +150,13 @@ class Session:
         self._num_runs = 0
         self._lock = threading.RLock()
         self._poll_lock = threading.Lock()
-        self._new: list[Sink] = []  # sinks with nodes that were not looked at
+        self._new: dict[int, Sink] = {}  # by id: sinks with nodes that were not looked at
         self._outbox: deque[Request] = deque()
         self._owners: dict[str, Sink] = {}  # unfinished requests, in the outbox too
         self._num_submitted = 0  # of them: at the backend
         self._waiting: dict[Task, None] = {}
         self._watchers: dict[int, list[Task]] = {}  # id of what is watched -> who waits
-        self._ready: deque[Task] = deque()
+        self._ready: dict[Task, None] = {}
         self._arrived: deque[Output] = deque()
         self._refused: deque[Output] = deque()  # of requests that the backend never took
         self._failure: str | None = None
@@ -176,7 +181,7 @@ class Session:
 
     def mark_new(self, sink: Sink) -> None:
         """`sink.start()` has something to give."""
-        self._new.append(sink)
+        self._new[id(sink)] = sink
 
     def wait(self, done: Callable[[], bool], watched: Sequence[object]) -> None:
         """Drive until `done()`, which may change when one of `watched` makes progress.
@@ -192,7 +197,7 @@ class Session:
         if task is None or task.session is not self:
             while not done():
                 if not self.advance():
-                    raise BackendError(_STALLED)
+                    raise BackendError(_ELSEWHERE if self._ready else _STALLED)
             return
         self._waiting[task] = None
         for one in watched:
@@ -215,8 +220,8 @@ class Session:
     def _notify(self, one: object) -> None:
         """Look again at the programs that wait for `one`."""
         for task in self._watchers.get(id(one), ()):
-            if task.is_ready() and task not in self._ready:
-                self._ready.append(task)
+            if task.is_ready():
+                self._ready[task] = None
 
     def advance(self) -> bool:
         """One round; False when there is nothing left to do."""
@@ -256,20 +261,25 @@ class Session:
         if self._arrived or self._refused:
             self._dispatch()
             return True
-        if self._ready:
-            while self._ready:
-                task = self._ready.popleft()
-                if task in self._waiting:
-                    self.resume(task)
+        if self._resume_ready():
             return True
         has_started = bool(self._new)
         while self._new:
-            new, self._new = self._new, []
-            for sink in new:
-                self._queue(sink, sink.start())
-                self._notify(sink)
+            sink = self._new.pop(next(iter(self._new)))
+            self._queue(sink, sink.start())
+            self._notify(sink)
         self._submit()
-        return has_started or bool(self._ready) or bool(self._refused)
+        is_one_ready = any(task.is_here for task in self._ready)
+        return has_started or is_one_ready or bool(self._refused)
+
+    def _resume_ready(self) -> bool:
+        """Let bodies of this thread go on whose text is there; False when there is none."""
+        mine = [task for task in self._ready if task.is_here]
+        for task in mine:
+            del self._ready[task]
+            if task in self._waiting:
+                self.resume(task)
+        return bool(mine)
 
     def _queue(self, sink: Sink, requests: list[Request]) -> None:
         for request in requests:
@@ -355,10 +365,10 @@ class Session:
 
     def _release_stalled(self) -> bool:
         """Nothing runs: give every program that waits an error. False when none does."""
-        waiting = [task for task in self._waiting if task not in self._ready]
+        waiting = [task for task in self._waiting if task not in self._ready and task.is_here]
         for task in waiting:
             task.is_stalled = True
-            self._ready.append(task)
+            self._ready[task] = None
         return bool(waiting)
 
 

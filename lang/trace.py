@@ -234,11 +234,10 @@ class Recorder(_Nodes):
         return progress_of(self.run.result(value), self.run.pending(value))
 
     def _append(self, node: Node) -> None:
-        if not self.run.has_new:
-            self.session.mark_new(self.run)
-        self.run.append(node)
         if not isinstance(node, Call):
             self._makers.append(node)
+        self.run.append(node)
+        self.session.mark_new(self.run)
 
 
 def progress_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -132,6 +133,37 @@ def test_recording_an_operation_costs_microseconds() -> None:
 
     best = min(program.run(backend=FakeModel())["seconds"] for _ in range(5))
     assert best / 4000 < 10e-6  # measured 2.5 us alone on one core
+
+
+def test_programs_of_several_threads_share_a_session() -> None:
+    @pm.function
+    def program(s: pm.ProgramState, i: int) -> str:
+        s += f"{i}:"
+        for _ in range(5):
+            forks = s.fork(2)
+            forks += lambda j: f" {j}" + pm.gen("x", max_tokens=3)
+            s += forks[0]["x"] + forks[1]["x"]
+        return s.text()
+
+    model = FakeModel(lambda prompt: f" a{len(prompt) % 10} b c")
+    alone = [program.run(i, backend=FakeModel(model._script)).ret_value for i in range(64)]  # type: ignore[arg-type]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda i: program.run(i, backend=model).ret_value, range(64)))
+    assert together == alone
+
+
+def test_a_suspended_program_is_not_resumed_in_another_thread() -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen("a")
+        s["seen"] = s["a"]
+
+    state = program.run(backend=FakeModel())
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: state["a"]).result() == " ok"
+        with pytest.raises(RuntimeError, match="started in another thread"):
+            pool.submit(lambda: state["seen"]).result()
+    assert state["seen"] == " ok"
 
 
 def test_prompts_that_share_a_prefix_pay_for_it_once() -> None:
