@@ -106,9 +106,9 @@ class Claims:
         self._counts.lost_tokens += sum(end - start for start, end in dropped)
         lease._lost = max(lease._lost, dropped[-1][1])
         lease._written = min(lease._written, first)
-        self._deferred.pop(lease, None)
         if not lease._claims:
             del self._claimers[lease]
+            self._deferred.pop(lease, None)  # else an earlier claim may still wait to settle
         node, tail = self._cursor(lease), lease._tail
         while True:
             kept = max(node.ready, min(node.claimed, first - node.start))
@@ -116,10 +116,8 @@ class Claims:
             if node is tail or kept < node.size:
                 break
             node = self._next(lease, node)
-        while node is not tail:  # below, what rested on it
+        while node is not tail:  # below, what rested on it; another lease's drop may have begun
             node = self._next(lease, node)
-            if node.claimed == 0:
-                break
             node.claimed = 0
         lease._claimed = max(lease._ready, min(lease._claimed, first))
 

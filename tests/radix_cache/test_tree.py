@@ -104,6 +104,54 @@ def test_claims_that_rest_on_a_dropped_claim_fall_too() -> None:
     tree.check()
 
 
+def test_a_dropped_claim_falls_to_its_end_over_shared_nodes() -> None:
+    """Three nodes: the second is also another's, whose claims fall first."""
+    tree = make(page_size=1)
+    first = tree.acquire(range(6))
+    second = tree.acquire([*range(4), 50])
+    third = tree.acquire([*range(2), 60])
+    tree.claim(first, 1)
+    tree.claim(second, 2)
+    tree.claim(first, 3)
+    tree.claim(second, 1)
+    tree.claim(third, 1)
+    tree.check()
+    tree.unclaim(first)
+    tree.check()
+    assert [tree.frontier(lease) for lease in (first, second, third)] == [0, 0, 0]
+    compute(tree, third)
+    assert [tree.frontier(lease) for lease in (first, second, third)] == [2, 2, 3]
+
+
+def test_a_dropped_later_claim_leaves_an_earlier_publish_waiting() -> None:
+    tree = make(page_size=1)
+    first, second, third = (tree.acquire(range(9)) for _ in range(3))
+    tree.claim(first, 1)
+    tree.claim(second, 3)
+    tree.claim(third, 2)
+    tree.claim(second, 2)
+    tree.publish(second, 4)  # waits for the first
+    tree.unclaim(third)  # and the second's claim from 6 on falls
+    assert tree.frontier(second) == 4
+    tree.publish(first, 1)
+    assert tree.num_cached_tokens == 4
+    tree.check()
+
+
+def test_a_fallen_publish_does_not_count_for_later_claims() -> None:
+    tree = make()
+    first = tree.acquire(range(12))
+    tree.claim(first, 8)
+    second = tree.acquire([*range(8), 50, 51, 52, 53, 54])
+    tree.claim(second, 5)
+    tree.publish(second, 13)
+    tree.unclaim(first)
+    tree.claim(second, 13)
+    tree.publish(second, 5)
+    tree.unclaim(second)
+    assert tree.frontier(second) == 5
+
+
 def test_next_holder_takes_over_from_an_aborted_claimer() -> None:
     tree = make()
     first = tree.acquire(range(12))

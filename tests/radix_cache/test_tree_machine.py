@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -259,7 +261,9 @@ class TreeMachine(RuleBasedStateMachine):
                 assert self.kv.read(page_id, position % self.page_size) == content
 
     @invariant()
-    def cached_tokens_read_the_right_content(self) -> None:
+    def tree_holds_the_pages_of_the_model(self) -> None:
+        """Their tokens, content and last use, on which the order of eviction rests."""
+        num_pages = 0
         stack = [(top.namespace, (), top) for top in self.tree.snapshot().children]
         while stack:
             namespace, before, node = stack.pop()
@@ -268,17 +272,24 @@ class TreeMachine(RuleBasedStateMachine):
                 page_id = node.page_ids[offset // self.page_size]
                 content = (namespace, tokens[: len(before) + offset + 1])
                 assert self.kv.read(page_id, offset % self.page_size) == content
+            for index in range(len(node.page_ids)):
+                key = (namespace, tokens[: len(before) + (index + 1) * self.page_size])
+                assert self.model.tree[key].last_use == node.last_use
+                num_pages += 1
             stack += [(namespace, tokens, child) for child in node.children]
+        assert num_pages == len(self.model.tree)
 
 
-def run(max_examples: int, steps: int) -> None:
+def run(max_examples: int, steps: int, *, is_random: bool = False) -> None:
     run_state_machine_as_test(
         TreeMachine,
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=steps,
             deadline=None,
-            derandomize=True,
+            derandomize=not is_random,
+            database=None,
+            print_blob=True,
             suppress_health_check=list(HealthCheck),
         ),
     )
@@ -290,4 +301,62 @@ def test_random_lives() -> None:
 
 @pytest.mark.slow
 def test_many_random_lives() -> None:
-    run(2000, 60)
+    run(2000, 60, is_random=True)
+
+
+def live(seed: int, steps: int) -> None:
+    """One life by plain random numbers: more leases at once than hypothesis likes to draw."""
+    rng = random.Random(seed)
+    machine = TreeMachine()
+    machine.start(rng.choice([1, 1, 2, 4, 16]), rng.randint(6, 60), rng.random() < 0.95)
+
+    def many() -> int:
+        return rng.randrange(10**6)
+
+    def words(most: int) -> list[int]:
+        return [rng.randrange(rng.choice([1, 2, 3])) for _ in range(rng.randint(0, most))]
+
+    def rows() -> list[tuple[int, int]]:
+        return [(many(), many()) for _ in range(rng.randint(2, 4))]
+
+    namespaces = NAMESPACES[: rng.randint(1, 4)]
+    fates = ["publish"] * 6 + ["unclaim", "abort", "nothing", "nothing"]
+
+    def acquire() -> None:
+        limit = rng.choice([None, many() % 30])
+        machine.acquire(rng.choice(namespaces), many(), many(), words(10), limit)
+
+    actions: list[tuple[float, Callable[[], None]]] = [
+        (4, lambda: machine.acquire_sibling(many(), many(), words(4))),
+        (1, lambda: machine.acquire_again(many(), words(4))),
+        (3, lambda: machine.claim(many(), many())),
+        (4, lambda: machine.step(rows(), rng.sample(range(4), 4), rng.choices(fates, k=4))),
+        (2, lambda: machine.publish_anything(many(), rng.randint(0, 40))),
+        (1, lambda: machine.unclaim(many())),
+        (3, lambda: machine.extend(many(), words(5) or [0])),
+        (1, lambda: machine.fork(many())),
+        (1, lambda: machine.finish(many())),
+        (1, lambda: machine.release(many(), rng.random() < 0.7)),
+        (0.5, lambda: machine.evict_or_flush(rng.randint(0, 6))),
+    ]
+    weights, calls = zip(*actions, strict=True)
+    for _ in range(steps):
+        is_new = not machine.pairs or rng.random() < 0.1
+        (acquire if is_new else rng.choices(calls, weights)[0])()
+        machine.tree_equals_model()
+        machine.pages_are_shared_as_in_the_model()
+        machine.ready_tokens_read_the_right_content()
+        machine.tree_holds_the_pages_of_the_model()
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 20))
+def test_crowded_lives(seed: int) -> None:
+    for each in range(seed, seed + 20):
+        live(each, 50)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 4000, 100))
+def test_many_crowded_lives(seed: int) -> None:
+    for each in range(seed, seed + 100):
+        live(each, 100)
