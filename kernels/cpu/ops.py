@@ -28,7 +28,7 @@ _POINTER = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pm_pool_create": (_INT64, _POINTER),
     "pm_matrix_create": (_INT64, _INT64, _INT64, _POINTER),
-    "pm_matrix_fill": (_POINTER, _POINTER, _INT64, _INT64, _POINTER),
+    "pm_matrix_fill": (_POINTER, _POINTER, *(_INT64,) * 3, _POINTER),
     "pm_linear": (_POINTER, _POINTER, _POINTER, _INT64, _POINTER),
     "pm_embed": (_POINTER, _POINTER, _POINTER, _INT64, _POINTER),
     "pm_rms_norm": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, ctypes.c_float, _POINTER),
@@ -44,7 +44,26 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class MatrixKind(IntEnum):
+    """How a matrix keeps its weights; csrc/palmette_cpu.h says what each means."""
+
     F32 = 0
+    BF16 = 1
+    F16 = 2
+    INT8 = 3
+    UINT4 = 4
+
+
+# How rows are stored in a checkpoint: bytes per block of numbers. Keys as in weight_tensor.py.
+ENCODINGS = {
+    "f32": (0, 1, 4),
+    "f16": (1, 1, 2),
+    "bf16": (2, 1, 2),
+    "q8_0": (3, 32, 34),
+    "q4_0": (4, 32, 18),
+    "q4_1": (5, 32, 20),
+    "q4_k": (6, 256, 144),
+}
+GROUP = 32  # inputs that share a scale in the integer kinds
 
 
 class Vector(IntEnum):
@@ -252,16 +271,32 @@ class Matrix:
         pool.library.call("pm_matrix_create", *shape, kind, ctypes.byref(self.handle))
 
     @classmethod
-    def from_float32(cls, pool: Pool, data: Float32Array) -> Matrix:
-        matrix = cls(pool, (data.shape[0], data.shape[1]), MatrixKind.F32)
+    def from_float32(
+        cls, pool: Pool, data: Float32Array, kind: MatrixKind = MatrixKind.F32
+    ) -> Matrix:
+        matrix = cls(pool, (data.shape[0], data.shape[1]), kind)
         matrix.fill(0, data)
         return matrix
 
     def fill(self, row: int, data: Float32Array) -> None:
-        """Set rows row .. row + len(data)."""
+        """Set rows row .. row + len(data), rounded to the kind; UINT4 cannot be made this way."""
         _check(data, np.float32, (None, self.shape[1]))
+        self._fill(row, 0, data)
+
+    def fill_encoded(self, row: int, encoding: str, data: NDArray[np.uint8]) -> None:
+        """Set rows from stored rows [rows, row_bytes].
+
+        UINT4 keeps the integers of q4_0, q4_1 and q4_k, INT8 those of q8_0; otherwise every
+        encoding but q4_k is widened to float32 and rounded to the kind. See `can_fill`.
+        """
+        number, block_size, block_bytes = ENCODINGS[encoding]
+        _check(data, np.uint8, (None, self.shape[1] // block_size * block_bytes))
+        self._fill(row, number, data)
+
+    def _fill(self, row: int, encoding: int, data: NDArray[Any]) -> None:
         self.pool.library.call(
-            "pm_matrix_fill", self.pool.handle, self.handle, row, len(data), _address(data)
+            "pm_matrix_fill",
+            *(self.pool.handle, self.handle, row, len(data), encoding, _address(data)),
         )
 
     @property
@@ -319,6 +354,13 @@ class Model:
             if isinstance(kept, Matrix):
                 kept.close()
         self._kept.clear()
+
+
+def can_fill(kind: MatrixKind, encoding: str) -> bool:
+    """Whether `Matrix.fill_encoded` takes rows stored so."""
+    if kind == MatrixKind.UINT4:
+        return encoding in ("q4_0", "q4_1", "q4_k")
+    return encoding in ENCODINGS and encoding != "q4_k"
 
 
 def usable_cores() -> int:

@@ -54,7 +54,8 @@ void pm_pool_destroy(PmPool* pool) {
 
 int pm_matrix_create(int64_t n, int64_t k, int64_t kind, PmMatrix** matrix) {
   *matrix = nullptr;
-  if (n < 1 || k < 1 || kind != PM_F32) return PM_INVALID;
+  if (n < 1 || k < 1 || kind < PM_F32 || kind > PM_UINT4) return PM_INVALID;
+  if (pm::is_integer(kind) && k % pm::GROUP) return PM_INVALID;
   PmMatrix* made = new (std::nothrow) PmMatrix{};
   if (!made) return PM_MEMORY;
   made->n = n;
@@ -78,11 +79,22 @@ int64_t pm_matrix_bytes(const PmMatrix* matrix) {
   return matrix->num_panels * matrix->panel_bytes;
 }
 
-int pm_matrix_fill(PmPool* pool, PmMatrix* matrix, int64_t row, int64_t rows, const float* data) {
-  if (row < 0 || rows < 0 || row + rows > matrix->n) return PM_INVALID;
+int pm_matrix_fill(PmPool* pool, PmMatrix* matrix, int64_t row, int64_t rows, int64_t encoding,
+                   const void* data) {
+  const int64_t row_bytes = pm::encoded_row_bytes(encoding, matrix->k);
+  if (row < 0 || rows < 0 || row + rows > matrix->n || row_bytes == 0) return PM_INVALID;
+  if (!pm::can_fill(matrix->kind, encoding)) return PM_INVALID;
+  const int64_t floats = pm::fill_scratch_floats(matrix->k);
+  std::vector<float> scratch;
+  try {
+    scratch.resize((size_t)(floats * pool->team.size()));
+  } catch (const std::bad_alloc&) {
+    return PM_MEMORY;
+  }
   const int64_t first = row / pm::PW, last = (row + rows + pm::PW - 1) / pm::PW;
-  return pm::share(pool, last - first, 8, [&](int64_t a, int64_t b, int) {
-    pm::matrix_fill(matrix, row, rows, data, first + a, first + b);
+  return pm::share(pool, last - first, 8, [&](int64_t a, int64_t b, int member) {
+    pm::matrix_fill(matrix, row, rows, encoding, (const unsigned char*)data, row_bytes, first + a,
+                    first + b, scratch.data() + member * floats);
   });
 }
 
@@ -90,7 +102,7 @@ int pm_linear(PmPool* pool, const PmMatrix* matrix, const float* x, int64_t m, f
   if (m < 0) return PM_INVALID;
   if (m == 0) return PM_OK;
   const int64_t k = matrix->k;
-  const pm::RowBlocks blocks(m);
+  const pm::RowBlocks blocks(m, matrix->kind);
   std::vector<unsigned char> packed;
   try {
     packed.resize((size_t)pm::packed_bytes(matrix->kind, m, k) + 64);
@@ -100,7 +112,7 @@ int pm_linear(PmPool* pool, const PmMatrix* matrix, const float* x, int64_t m, f
   unsigned char* at = (unsigned char*)(((uintptr_t)packed.data() + 63) / 64 * 64);
   const int status = pm::share(pool, blocks.num, 1, [&](int64_t b, int64_t, int) {
     for (int64_t r = 0; r < blocks.rows(b); ++r)
-      pm::pack_columns(matrix->kind, x + (blocks.start(b) + r) * k, 0, k, k, r, blocks.rows(b),
+      pm::pack_columns(matrix->kind, x + (blocks.start(b) + r) * k, 0, k, r, blocks.rows(b),
                        at + pm::block_offset(matrix->kind, blocks, b, k));
   });
   if (status != PM_OK) return status;

@@ -9,20 +9,29 @@
 
 namespace pm {
 
-// ---- weights and packed rows (linear.cpp) ------------------------------------------------------
+// ---- weights (matrix.cpp) ----------------------------------------------------------------------
 
-constexpr int NV = 2;        // vectors per panel
-constexpr int PW = NV * W;   // outputs per panel
+constexpr int NV = 2;         // vectors per panel
+constexpr int PW = NV * W;    // outputs per panel
+constexpr int64_t GROUP = 32;  // inputs that share a scale in the integer kinds
 #if PM_W == 16
-constexpr int MAX_ROWS = 12;  // rows per tile: 12 x 2 accumulators + 2 weights + 1 of 32 registers
+constexpr int FLOAT_ROWS = 12;  // rows per tile: 12 x 2 accumulators + 2 weights + 1 of 32 registers
+constexpr int INT_ROWS = 6;     // 6 x 2 integer and 6 x 2 float accumulators
 #else
-constexpr int MAX_ROWS = 6;  // 6 x 2 + 2 + 1 of 16
+constexpr int FLOAT_ROWS = 6;  // 6 x 2 + 2 + 1 of 16
+constexpr int INT_ROWS = 3;
 #endif
-constexpr int64_t GROUP_PANELS = 4;  // panels that one task of a linear takes at most
+constexpr int64_t TASK_PANELS = 4;  // panels that one task of a linear takes at most
+
+inline bool is_integer(int64_t kind) { return kind == PM_INT8 || kind == PM_UINT4; }
 
 }  // namespace pm
 
-// The rows of the matrix in panels of PW: data[panel][k][lane], rows past N are zero.
+// The rows of the matrix in panels of PW; rows past N are zero. One panel:
+//   PM_F32, PM_BF16, PM_F16   [K][PW] numbers
+//   PM_INT8    per group of 32 inputs: [8][PW] x 4 bytes w + SIGNED_OFFSET, then PW half scales
+//   PM_UINT4   per group: [4][PW] x 4 bytes, low nibbles inputs 4j .. 4j + 3, high nibbles inputs
+//              16 + 4j .. 16 + 4j + 3; then PW half scales, then PW half minima
 struct PmMatrix {
   int64_t n, k, kind;
   int64_t num_panels, panel_bytes;
@@ -35,43 +44,81 @@ struct PmMatrix {
 
 namespace pm {
 
-// M rows cut into blocks of at most MAX_ROWS, as even as possible. A block of R rows is packed
-// [k][R], so a tile reads R neighbouring floats per k. The cut changes which tile computes a row,
-// never the row's bits.
+constexpr int64_t INT8_GROUP_BYTES = GROUP * PW + 2 * PW;
+constexpr int64_t UINT4_GROUP_BYTES = GROUP * PW / 2 + 4 * PW;
+
+bool matrix_allocate(PmMatrix* matrix);  // sizes from n, k, kind; zeroed; false: no memory
+void matrix_free(PmMatrix* matrix);
+// Rows row .. row + rows, those inside panels first .. last only, from encoded rows of row_bytes.
+void matrix_fill(PmMatrix* matrix, int64_t row, int64_t rows, int64_t encoding,
+                 const unsigned char* data, int64_t row_bytes, int64_t first, int64_t last,
+                 float* scratch);
+int64_t fill_scratch_floats(int64_t k);
+int64_t encoded_row_bytes(int64_t encoding, int64_t k);  // 0: not known, or k does not fit
+bool can_fill(int64_t kind, int64_t encoding);
+void matrix_row(const PmMatrix* matrix, int64_t row, float* out);  // out [K]
+
+// ---- rows packed for a linear (pack.cpp) -------------------------------------------------------
+
+// M rows cut into blocks, as even as possible. The cut changes which tile computes a row, never
+// the row's bits. One block of R rows:
+//   float kinds     [K][R] floats: a tile reads R neighbouring floats per k
+//   integer kinds   per group: [8][R] x 4 bytes, R float scales, then R sums of the group's
+//                   integers (PM_INT8: int32; PM_UINT4: float, times the scale)
 struct RowBlocks {
   int64_t m, num, base, extra;  // `extra` blocks of base + 1 rows, then blocks of base rows
 
-  explicit RowBlocks(int64_t rows)
-      : m(rows),
-        num((rows + MAX_ROWS - 1) / MAX_ROWS),
-        base(num ? rows / num : 0),
-        extra(num ? rows % num : 0) {}
+  RowBlocks(int64_t rows, int64_t kind) : m(rows) {
+    const int64_t most = is_integer(kind) ? INT_ROWS : FLOAT_ROWS;
+    num = (rows + most - 1) / most;
+    base = num ? rows / num : 0;
+    extra = num ? rows % num : 0;
+  }
   int64_t start(int64_t block) const { return block * base + (block < extra ? block : extra); }
   int64_t rows(int64_t block) const { return base + (block < extra ? 1 : 0); }
 };
 
-bool matrix_allocate(PmMatrix* matrix);  // sizes from n, k, kind; zeroed; false: no memory
-void matrix_free(PmMatrix* matrix);
-// Rows row .. row + rows, those inside panels first .. last only, from data [rows, K].
-void matrix_fill(PmMatrix* matrix, int64_t row, int64_t rows, const float* data, int64_t first,
-                 int64_t last);
-void matrix_row(const PmMatrix* matrix, int64_t row, float* out);  // out [K]
-
 // Bytes that M packed rows of K inputs need for this kind of matrix.
-int64_t packed_bytes(int64_t kind, int64_t m, int64_t k);
-// Columns k0 .. k1 of row `index` of a block of `rows` rows; x points at column k0.
-void pack_columns(int64_t kind, const float* x, int64_t k0, int64_t k1, int64_t k, int64_t index,
+inline int64_t packed_bytes(int64_t kind, int64_t m, int64_t k) {
+  return is_integer(kind) ? m * (k / GROUP) * (GROUP + 8) : m * k * (int64_t)sizeof(float);
+}
+// Columns k0 .. k1 of row `index` of a block of `rows` rows; x points at column k0. For integer
+// kinds k0 and k1 are multiples of GROUP.
+void pack_columns(int64_t kind, const float* x, int64_t k0, int64_t k1, int64_t index,
                   int64_t rows, unsigned char* block);
 inline int64_t block_offset(int64_t kind, const RowBlocks& blocks, int64_t block, int64_t k) {
   return packed_bytes(kind, blocks.start(block), k);
 }
+
+// ---- linear (linear.cpp, linear_int.cpp) -------------------------------------------------------
+
 // y[m][n] (+)= dot for all rows and the outputs of panels first .. last; y has `stride` floats
 // per row.
 void linear_panels(const PmMatrix* matrix, const unsigned char* packed, const RowBlocks& blocks,
                    int64_t first, int64_t last, bool add, float* y, int64_t stride);
+void linear_panels_int(const PmMatrix* matrix, const unsigned char* packed,
+                       const RowBlocks& blocks, int64_t first, int64_t last, bool add, float* y,
+                       int64_t stride);
+
+constexpr int PREFETCH_BYTES = 4096;  // ahead in each weight stream
+PM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// Stores or adds the vector of outputs n .. n + W of one row; `outputs` are left in the row.
+PM_INLINE void put(float* row, int64_t n, int64_t outputs, F value, bool add) {
+  float* at = row + n;
+  if (n + W <= outputs) {
+    store(at, add ? load(at) + value : value);
+  } else if (n < outputs) {
+    const F old = add ? load_first(at, outputs - n) : F{};
+    store_first(at, add ? old + value : value, outputs - n);
+  }
+}
 
 // How many panels one task takes, so that every member gets several tasks.
-int64_t panels_per_task(int64_t num_panels, int num_threads);
+inline int64_t panels_per_task(int64_t num_panels, int num_threads) {
+  const int64_t even = (num_panels + 4 * num_threads - 1) / (4 * num_threads);
+  return even < 1 ? 1 : even > TASK_PANELS ? TASK_PANELS : even;
+}
 
 // ---- rows (rows.cpp) ---------------------------------------------------------------------------
 

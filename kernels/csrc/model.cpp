@@ -36,8 +36,6 @@ struct Step {
   int64_t num_pages, page_size;
   float* logits;
   AttentionPlan plan;
-  RowBlocks blocks;          // of all rows
-  RowBlocks sampled_blocks;  // of the sampled rows
   std::vector<Counter> counters;
   int num_threads;
 
@@ -87,7 +85,7 @@ class Member {
     Counter& counter = s_.counters[phase_++];
     for (int64_t at = counter.take(run); at < count; at = counter.take(run))
       piece(at, at + run < count ? at + run : count);
-    m_.pool->team.barrier();
+    m_.pool->team.barrier(index_);
   }
 
   void embed() {
@@ -99,19 +97,21 @@ class Member {
 
   void normalise(const float* weight, int64_t kind) {
     const int64_t e = shape_.hidden_size;
-    share(s_.blocks.num, 1, [&](int64_t b, int64_t) {
-      unsigned char* block = s_.packed + block_offset(kind, s_.blocks, b, e);
-      for (int64_t r = 0; r < s_.blocks.rows(b); ++r) {
-        rms_norm_row(s_.hidden + (s_.blocks.start(b) + r) * e, weight, e, shape_.rms_eps, private_);
-        pack_columns(kind, private_, 0, e, e, r, s_.blocks.rows(b), block);
+    const RowBlocks blocks(s_.batch->num_tokens, kind);
+    share(blocks.num, 1, [&](int64_t b, int64_t) {
+      unsigned char* block = s_.packed + block_offset(kind, blocks, b, e);
+      for (int64_t r = 0; r < blocks.rows(b); ++r) {
+        rms_norm_row(s_.hidden + (blocks.start(b) + r) * e, weight, e, shape_.rms_eps, private_);
+        pack_columns(kind, private_, 0, e, r, blocks.rows(b), block);
       }
     });
   }
 
   void linear(const PmMatrix* matrix, bool add, float* y, int64_t stride) {
+    const RowBlocks blocks(s_.batch->num_tokens, matrix->kind);
     share(matrix->num_panels, panels_per_task(matrix->num_panels, s_.num_threads),
           [&](int64_t first, int64_t last) {
-            linear_panels(matrix, s_.packed, s_.blocks, first, last, add, y, stride);
+            linear_panels(matrix, s_.packed, blocks, first, last, add, y, stride);
           });
   }
 
@@ -157,10 +157,11 @@ class Member {
 
   void pack_attended(int64_t kind) {
     const int64_t k = shape_.num_heads * shape_.head_dim;
-    share(s_.blocks.num, 1, [&](int64_t b, int64_t) {
-      for (int64_t r = 0; r < s_.blocks.rows(b); ++r)
-        pack_columns(kind, s_.attended + (s_.blocks.start(b) + r) * k, 0, k, k, r,
-                     s_.blocks.rows(b), s_.packed + block_offset(kind, s_.blocks, b, k));
+    const RowBlocks blocks(s_.batch->num_tokens, kind);
+    share(blocks.num, 1, [&](int64_t b, int64_t) {
+      for (int64_t r = 0; r < blocks.rows(b); ++r)
+        pack_columns(kind, s_.attended + (blocks.start(b) + r) * k, 0, k, r, blocks.rows(b),
+                     s_.packed + block_offset(kind, blocks, b, k));
     });
   }
 
@@ -168,30 +169,31 @@ class Member {
   void activate(int64_t kind) {
     const int64_t i = shape_.intermediate_size;
     const int64_t runs = (i + COLUMN_PIECE - 1) / COLUMN_PIECE;
-    share(s_.blocks.num * runs, 1, [&](int64_t piece, int64_t) {
+    const RowBlocks blocks(s_.batch->num_tokens, kind);
+    share(blocks.num * runs, 1, [&](int64_t piece, int64_t) {
       const int64_t b = piece / runs, k0 = piece % runs * COLUMN_PIECE;
       const int64_t k1 = k0 + COLUMN_PIECE < i ? k0 + COLUMN_PIECE : i;
-      unsigned char* block = s_.packed + block_offset(kind, s_.blocks, b, i);
-      for (int64_t r = 0; r < s_.blocks.rows(b); ++r) {
-        const float* row = s_.gate_up + (s_.blocks.start(b) + r) * 2 * i;
+      unsigned char* block = s_.packed + block_offset(kind, blocks, b, i);
+      for (int64_t r = 0; r < blocks.rows(b); ++r) {
+        const float* row = s_.gate_up + (blocks.start(b) + r) * 2 * i;
         silu_mul_row(row + k0, row + i + k0, k1 - k0, private_);
-        pack_columns(kind, private_, k0, k1, i, r, s_.blocks.rows(b), block);
+        pack_columns(kind, private_, k0, k1, r, blocks.rows(b), block);
       }
     });
   }
 
   void sample_rows() {
     const int64_t e = shape_.hidden_size, kind = m_.lm_head->kind;
-    const RowBlocks& blocks = s_.sampled_blocks;
+    const RowBlocks blocks(s_.batch->num_sampled, kind);
     share(blocks.num, 1, [&](int64_t b, int64_t) {
       for (int64_t r = 0; r < blocks.rows(b); ++r) {
         const int64_t row = s_.batch->sample_rows[blocks.start(b) + r];
         rms_norm_row(s_.hidden + row * e, m_.final_norm, e, shape_.rms_eps, private_);
-        pack_columns(kind, private_, 0, e, e, r, blocks.rows(b),
+        pack_columns(kind, private_, 0, e, r, blocks.rows(b),
                      s_.packed + block_offset(kind, blocks, b, e));
       }
     });
-    share(blocks.num ? m_.lm_head->num_panels : 0, GROUP_PANELS, [&](int64_t first, int64_t last) {
+    share(blocks.num ? m_.lm_head->num_panels : 0, TASK_PANELS, [&](int64_t first, int64_t last) {
       linear_panels(m_.lm_head, s_.packed, blocks, first, last, false, s_.logits,
                     shape_.vocab_size);
     });
@@ -257,11 +259,6 @@ bool has_shape(const PmMatrix* matrix, int64_t n, int64_t k) {
 }
 
 }  // namespace
-
-int64_t panels_per_task(int64_t num_panels, int num_threads) {
-  const int64_t even = (num_panels + 4 * num_threads - 1) / (4 * num_threads);
-  return even < 1 ? 1 : even > GROUP_PANELS ? GROUP_PANELS : even;
-}
 
 }  // namespace pm
 
@@ -346,8 +343,6 @@ int pm_model_forward(PmModel* model, const PmBatch* batch, float* kv, int64_t nu
                   page_size,
                   logits,
                   pm::AttentionPlan(batch, shape.num_heads, shape.num_kv_heads, threads),
-                  pm::RowBlocks(batch->num_tokens),
-                  pm::RowBlocks(batch->num_sampled),
                   std::vector<pm::Counter>(
                       (size_t)(shape.num_layers * pm::PHASES_PER_LAYER + 3)),
                   threads,

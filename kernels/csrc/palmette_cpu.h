@@ -21,8 +21,25 @@ enum PmStatus : int {
   PM_FORKED = 4,   // the pool was made by another process (fork): its threads are not here
 };
 
+// How a matrix keeps its weights. Integer kinds have one scale per 32 inputs, round the
+// activations to int8 per 32 inputs, and need K to be a multiple of 32.
 enum PmKind : int64_t {
   PM_F32 = 0,
+  PM_BF16 = 1,
+  PM_F16 = 2,
+  PM_INT8 = 3,   // w = scale * q
+  PM_UINT4 = 4,  // w = scale * q + minimum
+};
+
+// How rows are stored in a checkpoint; the block encodings are ggml's.
+enum PmEncoding : int64_t {
+  PM_ENCODING_F32 = 0,
+  PM_ENCODING_F16 = 1,
+  PM_ENCODING_BF16 = 2,
+  PM_ENCODING_Q8_0 = 3,
+  PM_ENCODING_Q4_0 = 4,
+  PM_ENCODING_Q4_1 = 5,
+  PM_ENCODING_Q4_K = 6,
 };
 
 struct PmModelShape {
@@ -87,9 +104,11 @@ PM_EXPORT void pm_pool_destroy(PmPool* pool);
 PM_EXPORT int pm_matrix_create(int64_t n, int64_t k, int64_t kind, PmMatrix** matrix);
 PM_EXPORT void pm_matrix_destroy(PmMatrix* matrix);
 PM_EXPORT int64_t pm_matrix_bytes(const PmMatrix* matrix);
-// Rows row .. row + rows from float32 data [rows, K].
+// Rows row .. row + rows from encoded data. PM_UINT4 takes q4_0, q4_1 and q4_k and keeps their
+// integers, as PM_INT8 does those of q8_0; otherwise every encoding but q4_k is widened to float32
+// and rounded to the kind.
 PM_EXPORT int pm_matrix_fill(PmPool* pool, PmMatrix* matrix, int64_t row, int64_t rows,
-                             const float* data);
+                             int64_t encoding, const void* data);
 
 // Single operations, for tests and for measuring; the model uses the same code.
 // y [M, N] = x [M, K] * matrix^T

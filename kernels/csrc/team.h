@@ -25,11 +25,11 @@ class Team {
   // job(context, member) on every member; returns when all have returned.
   void run(void (*job)(void*, int), void* context);
   // Waits until every member of the running job is here.
-  void barrier();
+  void barrier(int member);
 
  private:
   void work(int member);
-  void wait_for_change(const std::atomic<uint32_t>& word, uint32_t seen);
+  void wait_for_change(const std::atomic<uint32_t>& word, uint32_t seen, int* spins);
   void wake_all();
 
   const int size_;
@@ -45,6 +45,10 @@ class Team {
   alignas(64) std::atomic<int> num_sleeping_{0};
   std::mutex sleep_mutex_;
   std::condition_variable sleep_condition_;
+  struct alignas(64) Patience {
+    int spins;
+  };
+  std::vector<Patience> patience_;  // per member
   std::vector<std::thread> workers_;
 };
 

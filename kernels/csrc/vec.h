@@ -124,6 +124,89 @@ PM_INLINE F exp(F x) {
   return select(x == x, e, x);
 }
 
+PM_INLINE F to_float(I v) { return __builtin_convertvector(v, F); }
+
+// W 16-bit numbers, exactly widened.
+PM_INLINE F load_bf16(const uint16_t* p) {
+#if defined(PM_ISA_AVX512)
+  return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(PM_ISA_AVX2)
+  return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+  I v;
+  for (int i = 0; i < W; ++i) v[i] = (int32_t)((uint32_t)p[i] << 16);
+  return (F)v;
+#endif
+}
+inline float half_to_float(uint16_t half) {
+  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7FFF;
+  if (rest >= 0x7C00) {  // infinity, NaN
+    const uint32_t bits = sign | 0x7F800000 | (rest & 0x3FF) << 13;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+  }
+  if (rest < 0x400) return (sign ? -1.0f : 1.0f) * (float)rest * 5.9604644775390625e-8f;
+  const uint32_t bits = sign | ((rest << 13) + 0x38000000);
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+PM_INLINE F load_half(const uint16_t* p) {
+#if defined(PM_ISA_AVX512)
+  return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(PM_ISA_AVX2)
+  return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  F v;
+  for (int i = 0; i < W; ++i) v[i] = half_to_float(p[i]);
+  return v;
+#endif
+}
+
+// Per 32-bit lane: acc + the dot product of four bytes, exact. Unsigned weights are 0 .. 15 (any
+// 8-bit value on AVX-512); signed weights lie as w + SIGNED_OFFSET, and the caller starts acc at
+// -SIGNED_OFFSET * (the sum of x). x is signed, -127 .. 127.
+#if defined(PM_ISA_AVX512)
+constexpr int SIGNED_OFFSET = 128;  // vpdpbusd takes unsigned weights only
+#else
+constexpr int SIGNED_OFFSET = 0;
+#endif
+PM_INLINE I dot4_unsigned(I acc, I w, I x) {
+#if defined(PM_ISA_AVX512)
+  return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#elif defined(PM_ISA_AVX2)
+  const __m256i pairs = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);  // at most 2 * 15 * 127
+  return acc + (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  for (int byte = 0; byte < 4; ++byte)
+    acc += ((w >> (8 * byte)) & 255) * ((x << (24 - 8 * byte)) >> 24);
+  return acc;
+#endif
+}
+PM_INLINE I dot4_signed(I acc, I w, I x) {
+#if defined(PM_ISA_AVX512)
+  return dot4_unsigned(acc, w, x);
+#elif defined(PM_ISA_AVX2)
+  const __m256i magnitude = _mm256_abs_epi8((__m256i)w);  // at most 2 * 128 * 127 per pair
+  const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8((__m256i)x, (__m256i)w));
+  return acc + (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  for (int byte = 0; byte < 4; ++byte)
+    acc += ((w << (24 - 8 * byte)) >> 24) * ((x << (24 - 8 * byte)) >> 24);
+  return acc;
+#endif
+}
+
+// The low bytes of W lanes.
+PM_INLINE void store_bytes(int8_t* p, I v) {
+#if defined(PM_ISA_AVX512)
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+  for (int i = 0; i < W; ++i) p[i] = (int8_t)v[i];
+#endif
+}
+
 // W rows of W floats (rows[i][offset ..]) into columns: out[j * stride + i] = rows[i][offset + j].
 PM_INLINE void transpose(const float* const* rows, int64_t offset, float* out, int64_t stride) {
 #if defined(PM_ISA_AVX512)
