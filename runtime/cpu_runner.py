@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.cpu.kv_pool import HostKVPool
 from palmette.kernels.cpu.ops import (
+    GROUP,
     Matrix,
     MatrixKind,
     MatrixRole,
@@ -22,6 +23,7 @@ from palmette.kernels.cpu.ops import (
     ModelShape,
     Pool,
     Vector,
+    can_fill,
     check_batch,
 )
 from palmette.kernels.sampling import HostLogits
@@ -33,7 +35,9 @@ from .weights import Checkpoint, WeightSource
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = ("auto", "fp32")
+WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4")
+EXACT_KINDS = {"bf16": MatrixKind.BF16, "f16": MatrixKind.F16}
+FOUR_BIT = frozenset({"q4_0", "q4_1", "q4_k"})
 QKV_PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP_PARTS = ("mlp.gate_proj", "mlp.up_proj")
 
@@ -42,7 +46,12 @@ class CpuRunner:
     """Implements `runner.ModelRunner`; one step at a time.
 
     `threads` None takes the cores this process may use. `weights` is how matrices are kept:
-    fp32; auto is fp32.
+
+    auto  exactly: 16-bit checkpoints in 16 bits, everything else in fp32; the bits are fp32's
+    fp32  widened to float32
+    bf16  rounded to bfloat16
+    int8  a scale per 32 inputs (q8_0 as it is); activations are rounded to int8 per 32 inputs
+    int4  4-bit tensors of a GGUF file as they are, every other matrix as int8
 
     Raises:
         RuntimeError: no C++ compiler, or no threads; `torch_runner` is the way out.
@@ -63,9 +72,14 @@ class CpuRunner:
     ) -> None:
         if weights not in WEIGHTS:
             raise ValueError(f"weights: {weights!r} is not supported; use one of {WEIGHTS}")
+        if weights == "int4" and not _has_four_bit(checkpoint.weights):
+            raise ValueError(
+                f"weights: int4 keeps tensors stored as {', '.join(sorted(FOUR_BIT))};"
+                f" {checkpoint.path} has none; use int8"
+            )
         started = time.monotonic()
         self.config = checkpoint.config
-        self.weights = "fp32"
+        self.weights = weights
         self._threads = Pool(threads)
         self._model: Model | None = None
         try:
@@ -161,12 +175,37 @@ class CpuRunner:
         """The rows of the named tensors, one below the other."""
         tensors = [weights.get(name) for name in names]
         num_rows = sum(tensor.shape[0] for tensor in tensors)
-        matrix = Matrix(self._threads, (num_rows, tensors[0].shape[1]), MatrixKind.F32)
+        encodings = {tensor.encoding for tensor in tensors}
+        num_inputs = tensors[0].shape[1]
+        kind = matrix_kind(self.weights, encodings, num_inputs)
+        matrix = Matrix(self._threads, (num_rows, num_inputs), kind)
         row = 0
         for tensor in tensors:
-            matrix.fill(row, np.ascontiguousarray(tensor.to_float32()))
+            if can_fill(kind, tensor.encoding):
+                tensor.check_finite()
+                matrix.fill_encoded(row, tensor.encoding, np.ascontiguousarray(tensor.data))
+            else:
+                matrix.fill(row, np.ascontiguousarray(tensor.to_float32()))
             row += tensor.shape[0]
         return matrix
+
+
+def matrix_kind(weights: str, encodings: set[str], num_inputs: int) -> MatrixKind:
+    """How a matrix of tensors stored as `encodings` is kept.
+
+    Rows that are not whole groups of 32 inputs stay fp32 where integers were asked for.
+    """
+    if weights == "auto" and len(encodings) == 1:
+        return EXACT_KINDS.get(next(iter(encodings)), MatrixKind.F32)
+    if weights == "bf16":
+        return MatrixKind.BF16
+    if weights in ("int8", "int4") and num_inputs % GROUP == 0:
+        return MatrixKind.UINT4 if weights == "int4" and encodings <= FOUR_BIT else MatrixKind.INT8
+    return MatrixKind.F32
+
+
+def _has_four_bit(weights: WeightSource) -> bool:
+    return any(weights.get(name).encoding in FOUR_BIT for name in weights.names())
 
 
 def _vector(weights: WeightSource, names: list[str]) -> NDArray[np.float32]:

@@ -65,6 +65,37 @@ def test_gguf_equals_torch_runner(kind: str, tiny_models: Any, model_driver: Any
     np.testing.assert_allclose(logits, expected, rtol=0, atol=LOGITS_TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("kind", "weights", "tolerance"),  # mean error, in standard deviations of the logits
+    [
+        ("bf16", "auto", 1e-9),
+        ("f16", "auto", 1e-9),
+        ("f32", "bf16", 0.1),
+        ("q8_0", "int8", 0.1),
+        ("f32", "int8", 0.1),
+        ("q6_k", "int8", 0.1),
+        ("q4_0", "int4", 0.1),
+        ("q4_1", "int4", 0.1),
+        ("q4_k", "int4", 0.1),
+    ],
+)
+def test_narrow_weights_are_close_to_float32_and_invariant(
+    kind: str, weights: str, tolerance: float, tiny_models: Any, model_driver: Any
+) -> None:
+    path = tiny_models.gguf("wide", kind)
+    expected = model_driver(runner_of(path, weights="fp32")).step({"a": LONG})["a"]
+    whole = model_driver(runner_of(path, weights=weights, threads=2)).step({"a": LONG})["a"]
+    assert np.abs(whole - expected).mean() < tolerance * expected.std()
+    driver = model_driver(runner_of(path, weights=weights, threads=1, page_size=4), seed=2)
+    parts = [driver.step({"a": LONG[i : i + 9], "b": [i]})["a"] for i in range(0, 200, 9)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_int4_needs_a_4_bit_checkpoint(tiny_models: Any) -> None:
+    with pytest.raises(ValueError, match="has none; use int8"):
+        runner_of(tiny_models.gguf("wide", "q8_0"), weights="int4")
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_bits_do_not_depend_on_pages_chunks_or_threads(
     name: str, tiny_models: Any, model_driver: Any
