@@ -29,9 +29,10 @@ from .expressions import (
     dtype_name,
     grammar_of,
 )
+from .host import caller_line
 from .ir import Program
 from .programs import Call, run_many, run_one, trace_one
-from .state import ProgramState, caller_line
+from .state import ProgramState
 
 if TYPE_CHECKING:
     from .backends import Backend

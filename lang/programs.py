@@ -11,10 +11,11 @@ from .backends import session_of
 from .chat import PLAIN
 from .errors import ProgramError
 from .expressions import RunDefaults
+from .host import Host
 from .interpreter import Interpreter
 from .ir import Line, Program
 from .session import Session, Task
-from .state import Host, ProgramState
+from .state import ProgramState
 from .trace import DryRecorder, Recorder
 
 if TYPE_CHECKING:

@@ -6,14 +6,13 @@ conversation's roles. Writing records; reading waits until what is read is there
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from .calls import Meta
-from .chat import ChatFormat, Message
+from .chat import Message
 from .content import links, text_of
 from .errors import BackendError
 from .expressions import (
@@ -22,102 +21,15 @@ from .expressions import (
     GenExpr,
     RoleBegin,
     RoleEnd,
-    RunDefaults,
     SelectExpr,
     Sum,
     as_expr,
     resolve,
 )
+from .host import Bound, Gathered, Host, Span, Turn, caller_line
 from .ir import ROOT, Line, Splice, StateId, Text, ValueId
-from .session import Session, Task, current_task
-from .trace import Reading
-
-
-class Bound(NamedTuple):
-    """A variable that holds a generated value."""
-
-    value: ValueId
-
-
-class Span(NamedTuple):
-    """A variable that holds the text between two states."""
-
-    base: StateId
-    tip: StateId
-
-
-class Gathered(list[object]):
-    """The bindings of one variable in several forks."""
-
-
-class Turn(NamedTuple):
-    """One message; `tip` is where its content ends."""
-
-    role: str
-    base: StateId
-    tip: StateId
-
-
-class Host:
-    """What all states of one run share."""
-
-    __slots__ = ("chat", "defaults", "reading", "session", "task")
-
-    def __init__(
-        self,
-        *,
-        reading: Reading,
-        session: Session | None,
-        chat: Callable[[], ChatFormat],
-        defaults: RunDefaults,
-    ) -> None:
-        self.reading = reading
-        self.session = session
-        self.chat = chat
-        self.defaults = defaults
-        self.task: Task | None = None
-
-    @property
-    def watched(self) -> tuple[object, ...]:
-        return (*self.reading.sinks, self.task)
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        assert self.session is not None  # a dry recorder never waits
-        self.session.wait(done, self.watched)
-
-    def is_inside(self) -> bool:
-        """Whether the caller is the program's own body, or a program that it started."""
-        task = current_task()
-        while task is not None:
-            if task is self.task:
-                return True
-            task = task.starter
-        return self.task is None
-
-    def is_over(self) -> bool:
-        """Whether the body has ended."""
-        return self.task is None or self.task.finished
-
-    def finish_body(self) -> None:
-        """Wait for the end of the body, for readers outside of it."""
-        if not self.is_over() and not self.is_inside():
-            self.wait(self.is_over)
-
-    def raise_body_error(self) -> None:
-        """Raise what ended the body, for readers outside of it."""
-        if self.task is not None and self.task.error is not None and not self.is_inside():
-            raise self.task.error
-
 
 Forker: TypeAlias = "Callable[[int], Expr | str] | Sequence[Expr | str]"
-
-
-def caller_line() -> Line:
-    """Where the innermost frame outside of this folder stands."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
-        frame = frame.f_back
-    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 class ProgramState:

@@ -32,6 +32,7 @@ from palmette.runtime.request import (
     check_request,
 )
 
+from .fake_parts import EOS, SPECIAL, FakeTokenizer, PrefixCache
 from .fake_text import satisfies, shortest
 
 Answer: TypeAlias = "str | Exception | Callable[[str], str]"
@@ -46,47 +47,6 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_EOS = 2
-# A word with the blank before it, a run of digits one by one, other signs one by one.
-_PIECE = re.compile(r" ?[^\W\d_]+|\d|\s|.", re.DOTALL)
-_SPECIAL_PIECE = re.compile("|".join(map(re.escape, _SPECIAL)))
-
-
-class FakeTokenizer:
-    """Words and signs as tokens; ids are given out as pieces appear, so any text round-trips."""
-
-    size = 1 << 20
-
-    def __init__(self) -> None:
-        self._ids = {text: index for index, text in enumerate(_SPECIAL)}
-        self._texts = list(_SPECIAL)
-
-    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        if not parse_special or "<|" not in text:
-            return self._pieces(text)
-        ids: list[int] = []
-        end = 0
-        for match in _SPECIAL_PIECE.finditer(text):
-            ids += self._pieces(text[end : match.start()])
-            ids.append(self._ids[match.group()])
-            end = match.end()
-        return ids + self._pieces(text[end:])
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        texts = self._texts
-        return "".join([texts[token_id] for token_id in token_ids])
-
-    def _pieces(self, text: str) -> list[int]:
-        ids = self._ids
-        found: list[int] = []
-        for piece in _PIECE.findall(text):
-            token_id = ids.get(piece)
-            if token_id is None:
-                token_id = ids[piece] = len(self._texts)
-                self._texts.append(piece)
-            found.append(token_id)
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +110,7 @@ class FakeModel:
         self._tokenizer = FakeTokenizer()
         self._running: deque[_Running] = deque()
         self._done: list[Output] = []
-        self._cache = _PrefixCache(page_size)
+        self._cache = PrefixCache(page_size)
         self._choice_answers: dict[tuple[int, ...], str | None] = {}
         self._info = EngineInfo(
             model="fake",
@@ -158,10 +118,10 @@ class FakeModel:
             context_length=context_length,
             page_size=page_size,
             num_pages=1 << 40,
-            eos_token_ids=(_EOS,),
+            eos_token_ids=(EOS,),
             bos_token_id=None,
             chat_template=chat_template,
-            special_tokens={"eos_token": _SPECIAL[_EOS]},
+            special_tokens={"eos_token": SPECIAL[EOS]},
             runner="fake",
             limits=limits or Limits(),
         )
@@ -232,7 +192,7 @@ class FakeModel:
     def flush_cache(self) -> bool:
         if self._running:
             return False
-        self._cache = _PrefixCache(self._info.page_size)
+        self._cache = PrefixCache(self._info.page_size)
         return True
 
     def close(self) -> None:
@@ -330,7 +290,7 @@ class FakeModel:
     def _generation(self, request: Request, text: str, usage: Usage) -> _Running:
         sampling = request.sampling
         ids = self._tokenizer.encode(text)
-        filler = self._tokenizer.encode(self._default) or [_EOS]
+        filler = self._tokenizer.encode(self._default) or [EOS]
         limit = sampling.max_new_tokens if sampling.max_new_tokens is not None else 1 << 30
         wanted = limit if sampling.ignore_eos else sampling.min_new_tokens
         while len(ids) < min(wanted, limit):
@@ -345,7 +305,7 @@ class FakeModel:
                 return self._ending(request, ids[:end], found[1], usage, cut=found[0])
         if len(ids) >= limit:
             return self._ending(request, ids[:limit], None, usage)
-        return self._ending(request, [*ids, _EOS], _EOS, usage)
+        return self._ending(request, [*ids, EOS], EOS, usage)
 
     def _ending(
         self,
@@ -458,35 +418,6 @@ class FakeModel:
             self._choice_answers[shared] = self._scripted(self._tokenizer.decode(shared))
         answer = self._choice_answers[shared]
         return bool(answer) and self._tokenizer.decode(prompt).endswith(answer or "")
-
-
-class _PrefixCache:
-    """Which whole pages of which prefixes were seen."""
-
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
-        self._root: dict[object, object] = {}
-
-    def take(self, ids: tuple[int, ...], limit: int) -> int:
-        """How many of the first `limit` ids are known; all whole pages of `ids` are from now on."""
-        size = self._page_size
-        node = self._root
-        num_known = 0
-        is_known = True
-        for begin in range(0, len(ids) - size + 1, size):
-            page = ids[begin] if size == 1 else ids[begin : begin + size]
-            child = node.get(page)
-            if child is None:
-                is_known = False
-                child = node[page] = {}
-            elif is_known and begin + size <= limit:
-                num_known = begin + size
-            assert isinstance(child, dict)
-            node = child
-        return num_known
-
-    def put(self, ids: tuple[int, ...]) -> None:
-        self.take(ids, 0)
 
 
 def _last_end(key: str | re.Pattern[str], prompt: str) -> int:
