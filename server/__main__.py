@@ -145,6 +145,8 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         help="accept this key, may be repeated; also PALMETTE_API_KEY",
     )
     group.add_argument("--api-key-file", type=Path, help="keys, one a line; mode 0600")
+    levels = ("debug", "info", "warning", "error")
+    group.add_argument("--log-level", choices=levels, default="warning")
     limits = parser.add_argument_group("limits of one request")
     _add_fields(limits, Limits(), {})
 
@@ -188,7 +190,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     keys = _api_keys(options)
     values = _chosen(options, ServerConfig, skip=("api_keys",))
-    return serve(ServerConfig(**values, api_keys=keys), engine_config(options))
+    return serve(ServerConfig(**values, api_keys=keys), engine_config(options), options.log_level)
 
 
 def _api_keys(options: argparse.Namespace) -> tuple[str, ...]:

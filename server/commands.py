@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.util
+import logging
 import runpy
 import sys
 import time
@@ -22,7 +23,8 @@ from palmette.runtime.model_store import pull as pull_model
 from palmette.runtime.request import EngineInfo
 
 from .config import ServerConfig, UserError
-from .remote_engine import EngineLoadError
+from .engine_process import LOG_FORMAT
+from .remote_engine import ENGINE_COMMAND, EngineLoadError
 
 if TYPE_CHECKING:
     from .text_service import Codec
@@ -58,22 +60,28 @@ def download_bar(name: str) -> Iterator[Progress]:
         bars.TransferSpeedColumn(),
     )
     bar = bars.Progress(*columns, console=errors, transient=True)
-    task = bar.add_task(name, total=None, visible=False)
+    task = bar.add_task(name, total=None)
 
     def progress(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total, visible=True)
+        bar.start()
+        bar.update(task, completed=done, total=total)
 
-    with bar:
+    try:
         yield progress
+    finally:
+        if bar.live.is_started:  # stopping a bar that never started prints an empty line
+            bar.stop()
 
 
-def serve(server: ServerConfig, config: EngineConfig) -> int:
+def serve(server: ServerConfig, config: EngineConfig, log_level: str) -> int:
     """Serve until a signal; prints where, and what was chosen."""
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"the package {package!r} is missing; install palmette[serve]")
     from .serve import serve as serve_forever
 
+    logging.basicConfig(format=LOG_FORMAT, level=log_level.upper())
+    _allow_many_connections()
     config = resolved(config)
     started = time.monotonic()
 
@@ -93,13 +101,24 @@ def serve(server: ServerConfig, config: EngineConfig) -> int:
         return open_tokenizer(Path(config.model))
 
     try:
-        asyncio.run(serve_forever(server, config, load_codec, announce))
+        command = (*ENGINE_COMMAND, "--log-level", log_level)
+        asyncio.run(serve_forever(server, config, load_codec, announce, command))
     except EngineLoadError as error:
         if error.user_error:
             raise UserError(str(error)) from error
         errors.print(f"palmette serve: {error}")
         return 1
     return 0
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit of open files to what the system allows this process."""
+    if sys.platform == "win32":
+        return
+    import resource  # not there on Windows
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def pull(name: str, wheel: Path | None) -> int:
@@ -147,12 +166,12 @@ def run_file(file: Path, arguments: Sequence[str]) -> int:
 @contextmanager
 def default_backend(config: EngineConfig) -> Iterator[None]:
     """The model, loaded in this process, as the language's default backend."""
+    from palmette.lang.backends import set_default_backend
     from palmette.runtime.client import LocalClient
     from palmette.runtime.engine import Engine
 
-    language = importlib.import_module("palmette.lang.api")
     client = LocalClient(Engine.load(resolved(config)))
-    language.set_default_backend(client)
+    set_default_backend(client)
     try:
         yield
     finally:

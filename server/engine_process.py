@@ -37,6 +37,8 @@ from .transport import ToEngine, Transport, TransportClosed
 
 log = logging.getLogger("palmette.engine")
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
 _FLUSH_TIMEOUT_S = 5.0
 _COMPILING_WAIT_S = 0.002  # there is nothing to do but to wait for grammars
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -190,9 +192,10 @@ def main(load: Load = load_engine) -> int:
     parser = argparse.ArgumentParser(description="palmette's engine process; started by serve")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--log-level", default="warning")
     arguments = parser.parse_args()
     _end_with_parent(arguments.parent)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format=LOG_FORMAT, level=arguments.log_level.upper())
     sock = socket.socket(fileno=arguments.fd)
     return serve(frames.engine_end(sock), load)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from palmette.runtime.request import (
@@ -104,17 +105,22 @@ def _samplings(body: GenerateBody, num_prompts: int, info: EngineInfo) -> list[S
     given = body.sampling_params
     where = "sampling_params"
     if not isinstance(given, list):
-        sampling = to_struct(given, SamplingBody, strict_fields=False, where=where)
+        sampling = _sampling(given, where)
         check_num_choices(num_prompts, sampling.n, info.limits)
         return [sampling] * num_prompts
     if len(given) != num_prompts:
         raise invalid(f"{where}: {len(given)} entries for {num_prompts} prompts", where)
-    samplings = [
-        to_struct(item, SamplingBody, strict_fields=False, where=f"{where}[{i}]")
-        for i, item in enumerate(given)
-    ]
+    samplings = [_sampling(item, f"{where}[{i}]") for i, item in enumerate(given)]
     check_num_choices(num_prompts, max(s.n for s in samplings), info.limits)
     return samplings
+
+
+def _sampling(given: object, where: str) -> SamplingBody:
+    sampling = to_struct(given, SamplingBody, strict_fields=False, where=where)
+    # The one null that is not the same as an absent field: SGLang's "up to the context".
+    if isinstance(given, dict) and given.get("max_new_tokens", 0) is None:
+        return msgspec.structs.replace(sampling, max_new_tokens=None)
+    return sampling
 
 
 def _plans(

@@ -141,14 +141,18 @@ def check_model(name: str, info: EngineInfo) -> None:
 
 
 def salt(value: str, tag: str, max_length: int) -> tuple[str, ...]:
-    """The namespace part of a client's salt; tagged, so that no two kinds can meet."""
+    """The namespace part of a client's salt; tagged, so that no two kinds can meet.
+
+    A salt may have parts, separated by NUL.
+    """
     if not value:
         return ()
-    if len(value) > max_length or not _SALT.fullmatch(value):
+    parts = value.split("\0")
+    if len(value) > max_length or not all(_SALT.fullmatch(part) for part in parts):
         raise invalid(
             f"{tag}: must be 1 to {max_length} characters of A-Z a-z 0-9 and . _ : @ + = -", tag
         )
-    return (tag, value)
+    return (tag, str(len(parts)), *parts)
 
 
 def check_rid(value: str, max_length: int) -> str:

@@ -1,7 +1,8 @@
 """The bodies of all routes, as types. What they accept is what `/openapi.json` says.
 
 Rules for every route: the body is strict JSON in UTF-8 (NaN, Infinity and unpaired surrogates are
-refused; of a repeated key the last one counts); a null is the same as an absent field. OpenAI's
+refused; of a repeated key the last one counts); a null is the same as an absent field, except for
+`max_new_tokens` of /generate. OpenAI's
 routes refuse unknown fields, so that no constraint is ever ignored silently; SGLang's ignore them,
 because routers and frontends add fields of their own.
 """
@@ -112,7 +113,7 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True):
 class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
     """`sampling_params` of /generate; unknown fields are ignored."""
 
-    max_new_tokens: int | None = 128
+    max_new_tokens: int | None = 128  # null: up to the context
     min_new_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0

@@ -210,3 +210,8 @@ def test_salts_divide_the_cache(server: RunningServer, key: str) -> None:
     assert cached(**{key: "two"}) == 0
     assert cached() == 0
     assert cached(**{key: "one"}) > 0
+
+
+def test_null_is_the_whole_context(server: RunningServer) -> None:
+    answer = server.generate(text="x" * 2000, sampling_params={"max_new_tokens": None})
+    assert answer["meta_info"]["completion_tokens"] == 48
