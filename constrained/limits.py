@@ -18,7 +18,7 @@ class GrammarLimits:
     enum_values: int = 20_000  # in one schema, all enums together; also options of a choice
     properties: int = 4_000  # in one schema, all objects together
     pattern_properties: int = 32  # in one object: their overlap is checked in pairs
-    integer: int = 2**53  # magnitude of integers in a schema; engines compute in doubles
+    integer: int = 2**53 - 1  # magnitude of integers in a schema; engines compute in doubles
     rules: int = 1_000  # of a Lark or EBNF grammar; engines recurse from rule to rule
     regex_bytes: int = 8 * 1024  # one pattern
     regex_size: int = 100_000  # characters of a pattern with its counted repeats written out

@@ -22,8 +22,10 @@ from fractions import Fraction
 import jsonschema_rs
 
 from . import formats
+from .ecma_regex import to_rust
 from .limits import GrammarLimits
 from .schema_finite import refuse_infinite
+from .schema_numbers import refuse_inexact_bounds
 from .schema_walk import (
     Draft,
     Json,
@@ -121,6 +123,7 @@ def prepare_json_schema(source: str, limits: GrammarLimits) -> PreparedSchema:
     resolver = Resolver(document, draft)
     nodes = reachable(document, resolver)
     refuse_infinite(nodes, resolver)
+    refuse_inexact_bounds(nodes)
     for node in nodes:
         _prepare_node(node, draft, totals, limits)
     needs_plain_keys = any(_has_open_declared_keys(node) for node in nodes)
@@ -151,24 +154,36 @@ def _prepare_node(node: Node, draft: Draft, totals: _Totals, limits: GrammarLimi
     for keyword in _REFUSED:
         if keyword in schema:
             raise GrammarError(f"{keyword}: {_REFUSED[keyword]}", pointer=_at(node, keyword))
-    _rewrite_format(node, totals)
     _rewrite_counts(schema)
     _check_counts(node, totals, limits)
     _check_objects(node)
     _check_numbers(node, totals, limits)
-    if isinstance(pattern := schema.get("pattern"), str):
+    _rewrite_patterns(node, limits)
+    _rewrite_format(node, totals)
+
+
+def _rewrite_patterns(node: Node, limits: GrammarLimits) -> None:
+    schema = node.schema
+    assert isinstance(schema, dict)
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
         limits.check_regex(pattern, pointer=_at(node, "pattern"))
-    if isinstance(patterns := schema.get("patternProperties"), dict):
-        if len(patterns) > limits.pattern_properties:
-            raise GrammarError(
-                f"patternProperties: {len(patterns)} patterns; the limit is "
-                f"{limits.pattern_properties}",
-                pointer=_at(node, "patternProperties"),
-            )
-        for pattern in patterns:
-            limits.check_regex(
-                pattern, pointer=f"{_at(node, 'patternProperties')}/{escape(pattern)}"
-            )
+        schema["pattern"] = to_rust(pattern, _at(node, "pattern"))
+    patterns = schema.get("patternProperties")
+    if not isinstance(patterns, dict):
+        return
+    place = _at(node, "patternProperties")
+    if len(patterns) > limits.pattern_properties:
+        raise GrammarError(
+            f"patternProperties: {len(patterns)} patterns; the limit is "
+            f"{limits.pattern_properties}",
+            pointer=place,
+        )
+    for pattern in patterns:
+        limits.check_regex(pattern, pointer=f"{place}/{escape(pattern)}")
+    schema["patternProperties"] = {
+        to_rust(pattern, f"{place}/{escape(pattern)}"): child for pattern, child in patterns.items()
+    }
 
 
 def _at(node: Node, keyword: str) -> str:
