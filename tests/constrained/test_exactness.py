@@ -68,8 +68,6 @@ def test_control_characters_have_escapes_where_no_key_can_hide(accepts: Accepts)
     ],
 )
 def test_patterns_are_ecma_262(accepts: Accepts, pattern: str, text: str, matches: bool) -> None:
-    import json
-
     spec = GrammarSpec.json_schema(
         {"type": "string", "pattern": pattern, "maxLength": 1 + (text == "AB")}
     )
