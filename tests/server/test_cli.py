@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,8 +34,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "/no/such/program.py"], "no such file"),
         (["pull", "no-such-model"], "no-such-model"),
         (["pull", "--from", "/no/such.whl"], "such.whl"),
-        (["bench", "--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
-        (["bench", "--requests", "0"], "num_requests: 0"),
+        (["bench", "serve", "--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
+        (["bench", "serve", "--rounds", "0"], "rounds: 0"),
+        (["bench", "serve", "--workloads", "W9"], "W9 is not known"),
         (["chat", "--url", "http://127.0.0.1:9"], "refused"),
     ],
 )
@@ -91,15 +91,6 @@ def test_doctor_needs_nothing_but_the_core(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     for word in ("palmette", "python", "runner", "extra serve", "cache", "default model"):
         assert word in out
-
-
-def test_bench_measures_a_server(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--requests", "4", "--concurrency", "2", "--prefix-tokens", "64", "--json"]
-    assert cli.main(["bench", "--url", server.url, "--max-tokens", "3", *arguments]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["requests"] == 4
-    assert report["cached_share"] > 0.4
-    assert report["output_tokens_per_s"] > 0
 
 
 def test_chat_with_a_server(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
