@@ -6,8 +6,7 @@ take each other's outputs.
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from palmette.runtime.client import EngineClient
 from palmette.runtime.request import EngineInfo
@@ -26,21 +25,34 @@ class _Holder:
     default: EngineClient | None = None
 
 
-# id of a client or engine -> its client and session; dropped when the client or engine is.
-_CLIENTS: weakref.WeakKeyDictionary[object, EngineClient] = weakref.WeakKeyDictionary()
-_SESSIONS: weakref.WeakKeyDictionary[object, Session] = weakref.WeakKeyDictionary()
+# Kept on the backend itself: a table here would keep engines alive for ever.
+_ATTRIBUTE = "_palmette_session"
 
 
-class _Steps(Protocol):
-    def step(self) -> object: ...
-
-
-def client_of(backend: Backend) -> EngineClient:
-    """`backend` as a client; an Engine is driven in the caller's thread.
+def session_of(backend: Backend | None) -> Session:
+    """The session of a backend; None: of the running program, else of the default backend.
 
     Raises:
-        TypeError: it is neither.
+        ValueError: there is no default backend.
+        TypeError: `backend` is none.
     """
+    if backend is None:
+        task = current_task()
+        if task is not None:
+            return task.session
+        backend = _Holder.default
+        if backend is None:
+            raise ValueError("no backend: call set_default_backend(...) or pass backend=...")
+    session = getattr(backend, _ATTRIBUTE, None)
+    if not isinstance(session, Session):
+        session = Session(_client_of(backend))
+        setattr(session.client, _ATTRIBUTE, session)
+        setattr(backend, _ATTRIBUTE, session)
+    return session
+
+
+def _client_of(backend: Backend) -> EngineClient:
+    """`backend` as a client; an Engine is driven in the caller's thread."""
     if hasattr(backend, "poll"):
         return backend  # type: ignore[return-value]
     if not hasattr(backend, "step"):
@@ -48,38 +60,14 @@ def client_of(backend: Backend) -> EngineClient:
             f"backend: {type(backend).__name__} is neither an Engine nor an EngineClient; give "
             "Engine.load(...), RuntimeEndpoint(url) or a FakeModel"
         )
-    client = _CLIENTS.get(backend)
-    if client is None:
-        from palmette.runtime.client import LocalClient
+    from palmette.runtime.client import LocalClient
 
-        client = _CLIENTS[backend] = LocalClient(backend)
-    return client
-
-
-def session_of(backend: Backend | None) -> Session:
-    """The session of a backend; None: of the running program, else the default backend.
-
-    Raises:
-        ValueError: there is no default backend.
-    """
-    if backend is None:
-        task = current_task()
-        if task is not None:
-            return task.session
-        client = _Holder.default
-        if client is None:
-            raise ValueError("no backend: call set_default_backend(...) or pass backend=...")
-    else:
-        client = client_of(backend)
-    session = _SESSIONS.get(client)
-    if session is None:
-        session = _SESSIONS[client] = Session(client)
-    return session
+    return LocalClient(backend)
 
 
 def set_default_backend(backend: Backend) -> None:
     """Run programs on `backend` unless they are given another."""
-    _Holder.default = client_of(backend)
+    _Holder.default = session_of(backend).client
 
 
 def flush_cache(backend: Backend | None = None) -> bool:
@@ -103,7 +91,7 @@ class Runtime:
         from palmette.runtime.engine import Engine
 
         self.engine = Engine.load(EngineConfig(model=model_path, **config))  # type: ignore[arg-type]
-        self._client = client_of(self.engine)
+        self._client = session_of(self.engine).client
         self.submit = self._client.submit
         self.abort = self._client.abort
         self.poll = self._client.poll

@@ -10,9 +10,10 @@ forks run together. A failed operation marks what depends on it and nothing else
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from palmette.runtime.request import ErrorInfo, Output, Request
+from palmette.runtime.request import ErrorInfo, Output, Request, Usage
 
 from .calls import GenCall, PendingCall, Result, SelectCall, Stream, continue_with
 from .content import Content, Encoder, extend, splice
@@ -27,7 +28,20 @@ class CallRecord:
     kind: str
     name: str | None
     line: Line
-    streams: tuple[Stream, ...]
+    usages: tuple[Usage, ...]  # one per request
+    finished_s: float | None  # when the last request was done, since it was submitted
+
+
+def record_of(node: Gen | Select, streams: Sequence[Stream]) -> CallRecord:
+    """What is kept of a finished call; prompts are not."""
+    times = [stream.timing.finished_s for stream in streams]
+    return CallRecord(
+        kind=_kind(node),
+        name=node.name,
+        line=node.line,
+        usages=tuple(stream.usage for stream in streams),
+        finished_s=max((time for time in times if time is not None), default=None),
+    )
 
 
 class ProgramRun:
@@ -76,11 +90,7 @@ class ProgramRun:
             del self._calls[output.request_id]
         if not is_complete:
             return []
-        self.records.append(
-            CallRecord(
-                kind=_kind(node), name=node.name, line=node.line, streams=tuple(call.streams)
-            )
-        )
+        self.records.append(record_of(node, call.streams))
         failure = call.failure()
         self._finish(node, call.result() if failure is None else program_error(node, failure))
         return self._advance()

@@ -71,9 +71,7 @@ def explain(states: ProgramState | Iterable[ProgramState]) -> Explanation:
     for state in states:
         state.sync()
         for record in state._host.reading.records:
-            usages = [stream.usage for stream in record.streams]
-            times = [stream.timing.finished_s for stream in record.streams]
-            known = [time for time in times if time is not None]
+            usages = record.usages
             rows.append(
                 CallRow(
                     kind=record.kind,
@@ -84,7 +82,7 @@ def explain(states: ProgramState | Iterable[ProgramState]) -> Explanation:
                     cached_tokens=sum(usage.cached_tokens for usage in usages),
                     computed_tokens=sum(usage.computed_tokens for usage in usages),
                     generated_tokens=sum(usage.completion_tokens for usage in usages),
-                    seconds=max(known) if known else None,
+                    seconds=record.finished_s,
                 )
             )
     return Explanation(rows=tuple(rows))

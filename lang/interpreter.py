@@ -14,7 +14,7 @@ from .calls import Meta, PendingCall, Result, continue_with
 from .choices import ChoicesMethod
 from .content import Content, extend, splice, text_of
 from .errors import ProgramError
-from .executor import CallRecord, call_function, open_call, program_error
+from .executor import CallRecord, call_function, open_call, program_error, record_of
 from .ir import (
     ROOT,
     Call,
@@ -143,10 +143,7 @@ class Interpreter:
         sink = _OneCall(call)
         self.session.mark_new(sink)
         self.session.wait(lambda: sink.is_done, (sink,))
-        kind = type(node).__name__.lower()
-        self.records.append(
-            CallRecord(kind=kind, name=node.name, line=node.line, streams=tuple(call.streams))
-        )
+        self.records.append(record_of(node, call.streams))
         failure = sink.failure or call.failure()
         return call.result() if failure is None else program_error(node, failure)
 

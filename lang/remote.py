@@ -204,8 +204,11 @@ class HttpClient:
         except httpx.HTTPError as error:
             message = _unreachable(self.base_url, error)
             self._fail(batch, ErrorInfo(code="unreachable", message=message))
-        except (_Refused, ValueError, KeyError, TypeError) as error:
-            self._fail(batch, _error_info(error))
+        except _Refused as error:
+            self._fail(batch, error.info)
+        except Exception as error:  # the fault boundary of one stream: whoever polls must hear
+            message = f"the answer of {self.base_url} is not understood: {error!r}"
+            self._fail(batch, ErrorInfo(code="http", message=message))
         else:
             message = "the server ended the stream before the answer was complete"
             self._fail(batch, ErrorInfo(code="unreachable", message=message))
@@ -278,12 +281,6 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         if not isinstance(event, dict):
             raise ValueError("an event of the server is not a JSON object")
         yield event
-
-
-def _error_info(error: Exception) -> ErrorInfo:
-    if isinstance(error, _Refused):
-        return error.info
-    return ErrorInfo(code="http", message=f"the answer is not understood: {error!r}")
 
 
 def _unreachable(url: str, error: httpx.HTTPError) -> str:

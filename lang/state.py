@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 from .calls import Meta
 from .chat import Message
@@ -28,6 +27,7 @@ from .expressions import (
 )
 from .host import Bound, Gathered, Host, Span, Turn, caller_line
 from .ir import ROOT, Line, Splice, StateId, Text, ValueId
+from .scopes import CopyScope, RoleScope, VariableScope
 
 Forker: TypeAlias = "Callable[[int], Expr | str] | Sequence[Expr | str]"
 
@@ -55,11 +55,26 @@ class ProgramState:
         self._append(other)
         return self
 
+    @overload
+    def system(self) -> RoleScope: ...
+    @overload
+    def system(self, expr: Expr | str) -> None: ...
+
     def system(self, expr: Expr | str | None = None) -> RoleScope | None:
         return self._role_of("system", expr)
 
+    @overload
+    def user(self) -> RoleScope: ...
+    @overload
+    def user(self, expr: Expr | str) -> None: ...
+
     def user(self, expr: Expr | str | None = None) -> RoleScope | None:
         return self._role_of("user", expr)
+
+    @overload
+    def assistant(self) -> RoleScope: ...
+    @overload
+    def assistant(self, expr: Expr | str) -> None: ...
 
     def assistant(self, expr: Expr | str | None = None) -> RoleScope | None:
         return self._role_of("assistant", expr)
@@ -424,69 +439,3 @@ class ProgramStateGroup:
                 if name not in source:
                     gathered.setdefault(name, Gathered()).append(binding)
         source.update(gathered)
-
-
-class RoleScope:
-    """`with s.user():`"""
-
-    __slots__ = ("_role", "_state")
-
-    def __init__(self, state: ProgramState, role: str) -> None:
-        self._state = state
-        self._role = role
-
-    def __enter__(self) -> None:
-        self._state._begin_role(self._role)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self._state._end_role(self._role)
-
-
-class VariableScope:
-    """`with s.var_scope("x"):`"""
-
-    __slots__ = ("_base", "_name", "_state")
-
-    def __init__(self, state: ProgramState, name: str) -> None:
-        self._state = state
-        self._name = name
-        self._base = state._state
-
-    def __enter__(self) -> None:
-        self._base = self._state._state
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self._state._variables[self._name] = Span(self._base, self._state._state)
-
-
-class CopyScope:
-    """`with s.copy() as t:`; a group for more than one copy."""
-
-    __slots__ = ("_group",)
-
-    def __init__(self, group: ProgramStateGroup) -> None:
-        self._group = group
-
-    def __enter__(self) -> ProgramState | ProgramStateGroup:
-        return self._group[0] if len(self._group) == 1 else self._group
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self._group.join()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -232,3 +234,35 @@ def test_select_and_constraints_on_an_engine(engine: EngineClient) -> None:
     assert len(state["n"]) == 3 and state["n"].isdigit()
     assert state["c"] in ("yes", "no")
     assert isinstance(int(state["i"]), int)
+
+
+def test_a_backend_that_nobody_holds_is_let_go() -> None:
+    model = FakeModel()
+    branching.run(1, backend=model).sync()
+    engine = fake_engine()
+    branching.run(1, backend=engine).sync()
+    seen = [weakref.ref(model), weakref.ref(engine)]
+    del model, engine
+    gc.collect()
+    assert [reference() for reference in seen] == [None, None]
+
+
+def test_a_program_whose_state_is_dropped_ends_with_the_next_one() -> None:
+    ended: list[str] = []
+
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen("a")
+        ended.append(s["a"])
+
+    model = FakeModel()
+    program.run(backend=model)
+    gc.collect()
+    assert ended == []
+    program.run(backend=model).sync()
+    assert ended == [" ok", " ok"]
+
+
+def test_what_is_no_backend_is_refused() -> None:
+    with pytest.raises(TypeError, match="neither an Engine nor an EngineClient"):
+        branching.run(1, backend=object())  # type: ignore[arg-type]

@@ -114,7 +114,7 @@ def test_named_formats() -> None:
 def two_turns(s: pm.ProgramState, first: str, second: str) -> None:
     s += pm.user(first)
     s += pm.assistant(pm.gen("a"))
-    with s.user():  # type: ignore[union-attr]
+    with s.user():
         s += second
     s.assistant_begin()
     s += pm.gen("b")

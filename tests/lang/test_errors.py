@@ -250,7 +250,7 @@ def test_a_python_error_in_a_batch_is_raised_after_all_have_finished() -> None:
 def test_roles_do_not_nest() -> None:
     @pm.function
     def program(s: pm.ProgramState) -> None:
-        with s.user():  # type: ignore[union-attr]
+        with s.user():
             s += pm.assistant("x")
 
     with pytest.raises(AssertionError, match="inside of role 'user'"):

@@ -146,6 +146,7 @@ def test_length_normalisation_takes_the_best_mean_and_the_first_of_equals() -> N
 def test_greedy_takes_the_best_first_token_and_fills_ended_rows_with_their_mean() -> None:
     method = pm.greedy_token_selection
     assert method(scores([-0.1, -9.0], [-0.2, -0.1])).index == 0
+    assert method(scores([-0.5, -0.2], [-0.9], [-0.5, -0.2])).index == 0
     decision = method(scores([-0.5], [-0.5, -0.1], [-0.5, -0.9]))
     assert decision.index == 1
     assert decision.meta["greedy_logprob_matrix"] == [[-0.5, -0.5], [-0.5, -0.1], [-0.5, -0.9]]
