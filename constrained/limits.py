@@ -6,9 +6,12 @@ limit and the value.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from .spec import GrammarError
+
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +39,17 @@ class GrammarLimits:
             raise GrammarError(
                 f"regex is {size} bytes long; the limit is {self.regex_bytes}", pointer=pointer
             )
+        self._check_repeats(pattern, pointer)
+
+    def check_repeats(self, grammar: str) -> None:
+        """Bounds the counted repeats of a Lark or EBNF grammar, rules taken one by one."""
+        self._check_repeats(_QUOTED.sub("x", grammar), None)
+
+    def _check_repeats(self, pattern: str, pointer: str | None) -> None:
         written_out = _written_out_size(pattern)
         if written_out > self.regex_size:
             raise GrammarError(
-                f"regex repeats add up to {written_out} characters; the limit is {self.regex_size}",
+                f"repeats add up to {written_out} characters; the limit is {self.regex_size}",
                 pointer=pointer,
             )
 

@@ -55,6 +55,7 @@ def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
             return GrammarText(_lark(gbnf_to_lark(spec.source, limits)))
         case GrammarKind.LARK:
             limits.check_source(spec.source)
+            limits.check_repeats(spec.source)
             _check_lark(spec.source, limits)
             return GrammarText(_lark(spec.source))
         case GrammarKind.STRUCTURAL_TAG:

@@ -184,3 +184,33 @@ def test_choices_are_literal(accepts: Accepts) -> None:
     assert [option for option in options if not accepts(spec, option)] == []
     assert [text for text in ("abc", "x", "1", "z", "a", "") if accepts(spec, text)] == []
     assert accepts(GrammarSpec.choice(["", "a"]), "")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "valid", "invalid"),
+    [
+        ('root ::= [a-z]* "x"', ["x", "abx", "xx"], ["ab", ""]),
+        ('root ::= "a" | "ab" | "abc" "d"', ["a", "ab", "abcd"], ["abc"]),
+        ('root ::= word ("," word)*\nword ::= [a-z]+ "!"?', ["ab", "a!,b"], ["", "a,"]),
+        ("root ::= [\\u00e9\\U0001F600]+", ["é😀"], ["e"]),
+        ('root ::= "\\u00e9\\x41\\n\\"\\\\"', ['éA\n"\\'], ["é"]),
+        ('root ::= [^"\\\\\\n/]{2,3} # comment\n', ["ab", "日本語"], ['a"', "a/", "a"]),
+        ('root ::= "(" root ")" | "x"{2}', ["xx", "((xx))"], ["x", "(xx"]),
+        (
+            'root ::= sum\nsum ::= num ("+" num)*\nnum ::= [0-9]+ | "(" sum ")"',
+            ["1+(23+4)"],
+            ["1+"],
+        ),
+        ('root ::= ("" | "a")', ["", "a"], ["aa"]),
+    ],
+)
+def test_ebnf(accepts: Accepts, grammar: str, valid: list[str], invalid: list[str]) -> None:
+    spec = GrammarSpec.ebnf(grammar)
+    assert [text for text in valid if not accepts(spec, text)] == []
+    assert [text for text in invalid if accepts(spec, text)] == []
+
+
+@pytest.mark.parametrize("grammar", ['root ::= "\\uD800"', "root ::= a b", "", "root = 1"])
+def test_ebnf_errors(compiler: GrammarCompiler, grammar: str) -> None:
+    with pytest.raises(GrammarError, match="ebnf"):
+        compiler.check(GrammarSpec.ebnf(grammar))
