@@ -2,5 +2,6 @@
 
 Pure Python over ints: no torch, no model, no request. May import `palmette.kernels` only.
 
-Public: `tree.RadixTree`, `tree.Lease`, `pages.PageAllocator`, `ledger.TokenCounts`.
+Public: `tree.RadixTree`, `tree.Lease`, `tree.TreeNode`, `tree.PagesExhausted`,
+`pages.PageAllocator`, `ledger.TokenCounts`, `ledger.MissReason`.
 """
