@@ -8,6 +8,7 @@ exception that is not ours: details go to the log, under the request's id.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -99,10 +100,14 @@ def internal() -> ApiError:
 
 
 def _renamed(message: str, field: str | None, code: str, names: Mapping[str, str]) -> ApiError:
+    """The same error with the route's names: in front of the message, and wherever they occur."""
     if field is not None:
         base, bracket, rest = field.partition("[")
-        name = names.get(base)
-        if name is not None:
-            message = message.replace(base, name)
-            field = name + bracket + rest
+        name = names.get(base, base)
+        field = name + bracket + rest
+        if message.startswith(base):
+            message = name + message[len(base) :]
+    for ours, theirs in names.items():
+        if "_" in ours:  # "prompt" is also a word
+            message = re.sub(rf"\b{ours}\b", theirs, message)
     return ApiError(400, message, param=field, code=code)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -139,35 +140,39 @@ def app_routes() -> list[tuple[str, str]]:
     return [(m, re.sub(r"\{[^}]*\}", "x", r.path)) for r in routes for m in sorted(r.methods or ())]
 
 
-def test_every_route_needs_the_key_but_the_open_ones(start_server: StartServer) -> None:
-    server = start_server(api_keys=["the key"])
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[RunningServer]:
+    """Two keys, and /metrics behind them."""
+    running = RunningServer(server={"api_keys": ["one", "two"], "open_metrics": False}, engine={})
+    yield running
+    running.close()
+
+
+def test_every_route_needs_the_key_but_the_open_ones(keyed: RunningServer) -> None:
     routes = app_routes()
     assert len(routes) > 30
-    with httpx.Client(base_url=server.url) as anonymous:
+    with httpx.Client(base_url=keyed.url) as anonymous:
         for method, path in routes:
             answer = anonymous.request(method, path)
-            if path in OPEN_PATHS or path == "/metrics":
+            if path in OPEN_PATHS:
                 assert answer.status_code == 200, path
             else:
                 assert answer.status_code == 401, path
                 assert answer.headers["www-authenticate"] == "Bearer"
     for method, path in routes:
-        with_key = server.client.request(method, path, json={} if method != "GET" else None)
+        with_key = keyed.client.request(method, path, json={} if method != "GET" else None)
         assert with_key.status_code in (200, 400, 404), path
 
 
-def test_metrics_can_be_behind_the_key(start_server: StartServer) -> None:
-    server = start_server(api_keys=["k"], open_metrics=False)
-    assert httpx.get(f"{server.url}/metrics").status_code == 401
-    assert server.client.get("/metrics").status_code == 200
+def test_metrics_are_open_unless_told_otherwise(server: RunningServer) -> None:
+    assert httpx.get(f"{server.url}/metrics").status_code == 200
 
 
-def test_two_keys_share_no_prefix(start_server: StartServer) -> None:
-    server = start_server(api_keys=["one", "two"])
+def test_two_keys_share_no_prefix(keyed: RunningServer) -> None:
     body = {"prompt": "the same prompt for both of the keys", "max_tokens": 1}
     cached = []
     for key in ("one", "two", "one", "two"):
-        answer = server.post(
+        answer = keyed.post(
             "/v1/completions", body, headers={"authorization": f"Bearer {key}"}
         ).json()
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])

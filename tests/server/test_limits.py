@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from running_server import RunningServer, StartServer
+from running_server import RunningServer
 
 from palmette.constrained.spec import GrammarKind
 from palmette.runtime.request import EngineInfo, Limits
@@ -130,19 +130,35 @@ def test_below_at_and_above_a_limit(server: RunningServer, name: str) -> None:
     assert error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(
-    ("path", "field", "item"),
-    [
-        ("/v1/chat/completions", "messages", {"role": "user", "content": "x"}),
-        ("/v1/chat/completions", "tools", {"type": "function", "function": {"name": "f"}}),
-    ],
-)
-def test_lists_at_their_limit(start_server: StartServer, path: str, field: str, item: Any) -> None:
-    server = start_server(max_messages=4, max_tools=4)
-    for count, status in ((3, 200), (4, 200), (5, 400)):
-        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-        answer = server.post(path, body | {field: [item] * count})
+def test_tools_at_their_limit(server: RunningServer) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    for count, status in ((127, 200), (128, 200), (129, 400)):
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool] * count}
+        answer = server.post("/v1/chat/completions", body | {"max_tokens": 1})
         assert answer.status_code == status, answer.text
+
+
+def test_messages_at_their_limit(server: RunningServer) -> None:
+    """The context is far smaller than 4096 messages: what is told shows which limit was met."""
+    for count, code in ((4095, "context_length_exceeded"), (4096, "context_length_exceeded")):
+        assert messages_error(server, count)["code"] == code
+    error = messages_error(server, 4097)
+    assert (error["code"], error["param"]) == ("invalid_value", "messages")
+    assert error["message"] == "messages: 4097 entries; the limit is 4096"
+
+
+def messages_error(server: RunningServer, count: int) -> Any:
+    body = {"messages": [{"role": "user", "content": ""}] * count}
+    return server.post("/v1/chat/completions", body).json()["error"]
+
+
+def test_messages_speak_the_routes_language(server: RunningServer) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "min_tokens": 5, "max_tokens": 4}
+    message = server.post("/v1/chat/completions", chat).json()["error"]["message"]
+    assert message.startswith("min_tokens: 5") and "max_tokens (4)" in message
+    chat = {"messages": [{"role": "user", "content": "x" * 3000}]}
+    message = server.post("/v1/chat/completions", chat).json()["error"]["message"]
+    assert message.startswith("messages: ") and "prompt tokens" in message
 
 
 @pytest.mark.parametrize("chunked", [False, True])
