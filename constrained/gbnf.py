@@ -20,7 +20,7 @@ from .spec import GrammarError
 
 _ESCAPES = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _RULE_NAME = re.compile(r"\b[a-z_][a-z0-9_]*\b")
-_OPAQUE = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/|//[^\n]*')
+_OPAQUE = re.compile(r'"(?:[^"\\]|\\.)*+"|//[^\n]*|/(?:[^/\\]|\\.)*+/')
 
 
 def gbnf_to_lark(source: str, limits: GrammarLimits) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .spec import GrammarError
 
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*+(?:"|$|\\$)', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -214,9 +214,11 @@ def _control_by_code(match: re.Match[str]) -> str:
     return match[0] if match[1] is None else f"\\x{ord(match[1]):02x}"
 
 
-# Strings, regexes and comments of Lark: what looks like a directive inside them is none.
+# Strings, regexes and comments of Lark: what looks like a directive inside them is none. An open
+# one runs to the end of its line, so that the search stays linear.
 _LARK_OPAQUE = re.compile(
-    r'"(?:[^"\\\n]|\\.)*"i?|/(?![/*])(?:[^/\\\n]|\\.)+/[imslux]*|//[^\n]*|#[^\n]*'
+    r'"(?:[^"\\\n]|\\.)*+(?:"i?|$)|//[^\n]*|/(?:[^/\\\n]|\\.)*+(?:/[imslux]*|$)|\#[^\n]*',
+    re.MULTILINE,
 )
 _LARK_REFUSED = (
     (re.compile(r"<[^<>\s][^<>\n]*>"), "special tokens are not part of constrained text"),
@@ -224,14 +226,14 @@ _LARK_REFUSED = (
     (re.compile(r"%import\b"), "%import is not supported"),
     (re.compile(r"%json\b"), "%json is not supported; use a structural tag or a JSON Schema"),
     (
-        re.compile(r"\[[^\]\n]*\b(?:stop|max_tokens|temperature)\b"),
+        re.compile(r"\[[^\[\]\n]*\b(?:stop|max_tokens|temperature)\b"),
         "this rule option is not supported",
     ),
     (re.compile(r"@\w"), "references to other grammars are not supported"),
 )
 
 
-_LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*[^:\n|]*:", re.MULTILINE)
+_LARK_RULE = re.compile(r"^[ \t]*+[?!]?[A-Za-z_][\w-]*+[^:\n|]*+:", re.MULTILINE)
 
 
 def _check_lark(source: str, limits: GrammarLimits) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from .schema_walk import Json, Node, Resolver, SchemaObject
 from .spec import GrammarError
 
+_MAX_ROUNDS = 40  # then it is not worth more time; the schema is taken to be finite
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 
@@ -25,14 +26,15 @@ def refuse_infinite(nodes: Sequence[Node], resolver: Resolver) -> None:
         if isinstance(node.schema, dict) and "$ref" in node.schema
     }
     finite: set[int] = set()
-    pending = [node for node in nodes if isinstance(node.schema, dict)]
-    while True:
+    # The innermost are first in the reversed order; other orders take some more rounds.
+    pending = [node for node in reversed(nodes) if isinstance(node.schema, dict)]
+    for _ in range(_MAX_ROUNDS):
         left = [node for node in pending if not _is_finite(node.schema, finite, targets)]
         if not left:
             return
         if len(left) == len(pending):
-            raise GrammarError("every value of this schema is infinite", pointer=left[0].pointer)
-        pending = left
+            raise GrammarError("every value of this schema is infinite", pointer=left[-1].pointer)
+        pending = left[::-1]
 
 
 def _is_finite(schema: Json, finite: set[int], targets: dict[int, Json]) -> bool:

@@ -7,6 +7,7 @@ together through `allOf`, `$ref` and the like.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 from .schema_walk import Json, Node, SchemaObject
@@ -23,24 +24,37 @@ def refuse_inexact_bounds(nodes: Sequence[Node]) -> None:
         "allOf" in schema or (_has_bound(schema) and any(key in schema for key in _COMBINING))
         for schema in schemas
     )
+    pooled = _opposites(schemas) if may_combine else None
     for node in nodes:
         if not isinstance(node.schema, dict) or node.schema.get("type") == "integer":
             continue
-        others = schemas if may_combine else [node.schema]
-        for keyword, opposite, sign in (
-            ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
-            ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
-        ):
+        for keyword, opposites in (pooled or _opposites([node.schema])).items():
             bound = _number(node.schema.get(keyword))
             if bound is None or not float(bound).is_integer():
                 continue
-            near = [o for o in _values(others, opposite) if 0 < sign * (o - bound) < 1]
-            if near:
+            near = _within_one(bound, opposites, above=keyword == "exclusiveMinimum")
+            if near is not None:
                 raise GrammarError(
-                    f"{keyword}: {bound} with {near[0]} less than 1 away can't be enforced "
-                    f"exactly; use {keyword.replace('exclusiveM', 'm')} with the next number",
+                    f"{keyword}: {bound} with {near} less than 1 away can't be enforced exactly; "
+                    f"use {keyword.replace('exclusiveM', 'm')} with the next number",
                     pointer=f"{node.pointer}/{keyword}",
                 )
+
+
+def _opposites(schemas: Sequence[SchemaObject]) -> dict[str, list[float]]:
+    """For each exclusive bound the bounds on the other side, ascending."""
+    return {
+        "exclusiveMinimum": sorted(_values(schemas, ("maximum", "exclusiveMaximum"))),
+        "exclusiveMaximum": sorted(_values(schemas, ("minimum", "exclusiveMinimum"))),
+    }
+
+
+def _within_one(bound: float, ascending: Sequence[float], *, above: bool) -> float | None:
+    """A number strictly between `bound` and the next integer above or below it."""
+    i = bisect_right(ascending, bound) if above else bisect_left(ascending, bound) - 1
+    if 0 <= i < len(ascending) and 0 < abs(ascending[i] - bound) < 1:
+        return ascending[i]
+    return None
 
 
 def _has_bound(schema: SchemaObject) -> bool:

@@ -118,7 +118,7 @@ class Resolver:
         self._id_key = "id" if draft == Draft.DRAFT4 else "$id"
         self._base = ""
         self._named: dict[str, Node] = {}  # absolute URI, or "#anchor" of the root resource
-        self._embedded: list[str] = []  # pointers of subschemas that have an $id of their own
+        self._embedded: set[str] = set()  # pointers of subschemas that have an $id of their own
         if isinstance(root, dict) and isinstance(root.get(self._id_key), str):
             self._base = urldefrag(str(root[self._id_key])).url
         self._collect(Node("", root), {"": self._base})
@@ -130,7 +130,8 @@ class Resolver:
             GrammarError: remote, dangling, or below a nested `$id`.
         """
         pointer = f"{node.pointer}/$ref"
-        if any((node.pointer + "/").startswith(inner + "/") for inner in self._embedded):
+        ends = [i for i, char in enumerate(pointer) if char == "/"]
+        if self._embedded and any(pointer[:end] in self._embedded for end in ends):
             raise GrammarError(
                 f"$ref {reference!r} below a nested {self._id_key} is not supported",
                 pointer=pointer,
@@ -181,7 +182,7 @@ class Resolver:
                 self._named.setdefault(f"{scope['']}{own_id}", node)
             else:
                 self._named.setdefault(urldefrag(urljoin(self._base, own_id)).url, node)
-                self._embedded.append(node.pointer)
+                self._embedded.add(node.pointer)
                 scope = {"": node.pointer}
         anchor = schema.get("$anchor")
         if isinstance(anchor, str):
@@ -260,7 +261,8 @@ def _no_constant(name: str) -> Json:
     raise GrammarError(f"schema is not JSON: {name} is not a number")
 
 
-_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# An open string runs to the end: a second try from each of its quotes would be quadratic.
+_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z|\\\Z)', re.DOTALL)
 
 
 def _check_depth(source: str, limit: int) -> None:

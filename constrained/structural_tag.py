@@ -17,6 +17,8 @@ from .limits import GrammarLimits
 from .schema_walk import Json, parse
 from .spec import GrammarError
 
+_MAX_TAGS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class _Tag:
@@ -67,6 +69,11 @@ def _read(document: Json) -> tuple[list[str], list[_Tag]]:
         raise GrammarError("expected a list of triggers", pointer="/triggers")
     if not isinstance(entries, list) or not entries:
         raise GrammarError("expected a list of tags", pointer=f"/{key}")
+    for name, values in (("triggers", triggers), (key, entries)):
+        if len(values) > _MAX_TAGS:
+            raise GrammarError(
+                f"{len(values)} {name}; the limit is {_MAX_TAGS}", pointer=f"/{name}"
+            )
     for i, trigger in enumerate(triggers):
         if not isinstance(trigger, str) or not trigger:
             raise GrammarError("a trigger is a text", pointer=f"/triggers/{i}")

@@ -92,6 +92,27 @@ ABUSE = {
         + '\nr60 ::= "a"'
     ),
     "ebnf: repeats of repeats": GrammarSpec.ebnf('root ::= ("a"{10000} "b"){10000}'),
+    "schema: an open string of quotes": GrammarSpec.json_schema('{"a": "' + '\\"' * 120_000),
+    "schema: a chain of properties": GrammarSpec.json_schema(
+        {
+            "properties": {
+                f"p{i}": {"$ref": f"#/properties/p{i - 1}"} if i else {"type": "null"}
+                for i in range(1_500)
+            }
+        }
+    ),
+    "schema: bounds in every branch": GrammarSpec.json_schema(
+        {"anyOf": [{"exclusiveMinimum": 2 * i, "maximum": 2 * i + 1} for i in range(4_000)]}
+    ),
+    "lark: an open string of quotes": GrammarSpec.lark('start: "' + '\\"' * 120_000),
+    "lark: slashes": GrammarSpec.lark("start: " + "/\\" * 100_000),
+    "lark: brackets": GrammarSpec.lark("start: " + "[" * 200_000),
+    "lark: one long word": GrammarSpec.lark("s" * 250_000),
+    "ebnf: an open string of quotes": GrammarSpec.ebnf('root ::= "' + '\\"' * 120_000),
+    "ebnf: one long class": GrammarSpec.ebnf("root ::= [" + "ab-" * 80_000),
+    "tag: many triggers": GrammarSpec.structural_tag(
+        {"triggers": [f"<{i}>" for i in range(20_000)], "tags": [{"begin": "<1>", "end": ""}]}
+    ),
     "choice: 15k options": GrammarSpec.choice([f"o{i}" for i in range(15_000)]),
 }
 
