@@ -1,0 +1,30 @@
+"""What all Triton kernels share.
+
+Rules that the interpreter and the compiler force on every kernel here:
+  bf16 is bit patterns in the interpreter: widen to float32 right after each load
+  a value that the grammar mask guards is still loaded in a block: masked loads do not vectorise
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LOG2E = 1.4426950408889634
+
+
+def padded(size: int) -> int:
+    """The power of two that a block dimension of `size` needs."""
+    return int(triton.next_power_of_2(size))
+
+
+def check(name: str, tensor: Tensor, *, ndim: int, dtypes: tuple[torch.dtype, ...] = ()) -> None:
+    """ValueError unless `tensor` has `ndim` dimensions, the last one dense, and a known dtype."""
+    if tensor.ndim != ndim or (tensor.numel() > 0 and tensor.stride(-1) != 1):
+        raise ValueError(f"{name}: {tuple(tensor.shape)} strides {tensor.stride()} does not fit")
+    if dtypes and tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: {tensor.dtype} is not supported; use one of {dtypes}")

@@ -1,0 +1,58 @@
+"""The inner loop of paged attention, and how two partial softmaxes become one.
+
+A partial softmax over some keys is (acc, max, sum): acc = sum of exp2(s - max) v [M, D], unscaled;
+max [M] in units of log2; sum [M]. Decode and extend share this code, so that the same query over
+the same keys in the same tiles has the same bits in both. In deterministic launches products
+and additions are not fused (`enable_fp_fusion=False`): a compiler may pair them in two ways.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_tile(
+    queries, acc, peak, total, keys, values, page_ids, start, end, positions, kv_head, scale,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys start..start+BLOCK_N, those below `end`, to a partial softmax.
+
+    queries [M, DIM_PAD]; positions [M], -1 for a row that sees nothing; page_ids: pointer to the
+    sequence's first page; scale: 1 / sqrt(D) in units of log2.
+    """
+    at = start + tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, DIM_PAD)
+    there = at < end
+    page = tl.load(page_ids + at // PAGE, mask=there, other=0).to(tl.int64)
+    slot = (page * PAGE + at % PAGE) * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+    offset = slot[:, None] + dim[None, :]
+    inside = there[:, None] & (dim < HEAD_DIM)[None, :]
+    key = tl.load(keys + offset, mask=inside, other=0.0).to(queries.dtype)
+    scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+    seen = (at[None, :] <= positions[:, None]) & there[None, :]
+    if WINDOW > 0:
+        seen = seen & (at[None, :] > positions[:, None] - WINDOW)
+    scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(peak, tl.max(scores, axis=1))
+    base = tl.where(highest == float("-inf"), 0.0, highest)  # a row that has seen nothing yet
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(peak - base)
+    total = total * shrink + tl.sum(weights, axis=1)
+    value = tl.load(values + offset, mask=inside, other=0.0).to(queries.dtype)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(queries.dtype), value, acc, input_precision="ieee")
+    return acc, highest, total
+
+
+@triton.jit
+def merge(acc, peak, total, other_acc, other_peak, other_total):
+    """Two partial softmaxes of the same rows as one; acc [M, D], the others [M]."""
+    highest = tl.maximum(peak, other_peak)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    left = tl.exp2(peak - base)
+    right = tl.exp2(other_peak - base)
+    acc = acc * left[:, None] + other_acc * right[:, None]
+    return acc, highest, total * left + other_total * right

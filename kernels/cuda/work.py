@@ -1,0 +1,176 @@
+"""The work of one attention step as flat arrays, made on the host from a `ForwardBatch`.
+
+Rows that are alone in their sequence decode; longer runs of rows extend.
+
+Legend: T rows of the step, B decode rows, I items, N tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palmette.kernels.batch import ForwardBatch, Int32Array
+
+SPLIT = 256  # keys per part of a decode; a multiple of every page size and tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeWork:
+    """What `paged_decode` reads; see its docstring. Items of several rows come first."""
+
+    rows: Int32Array  # [B] rows of the step
+    first_parts: Int32Array  # [B]
+    num_parts: Int32Array  # [B]
+    row_parts: Int32Array  # [T] first part of that row, less its first split
+    num_shared: int  # items of more than one row
+    item_first: Int32Array  # [I]
+    item_count: Int32Array  # [I]
+    item_pages: Int32Array  # [I]
+    item_split: Int32Array  # [I]
+    item_rows: Int32Array  # [I or more]
+
+    @property
+    def num_items(self) -> int:
+        return len(self.item_first)
+
+    @property
+    def total_parts(self) -> int:
+        return int(self.num_parts.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendWork:
+    """What `paged_extend` reads, longest tiles first."""
+
+    rows: Int32Array  # [N]
+    tokens: Int32Array  # [N]
+    pages: Int32Array  # [N]
+    starts: Int32Array  # [N] a multiple of SPLIT
+    ends: Int32Array  # [N]
+
+
+def decode_work(
+    batch: ForwardBatch, *, page_size: int, window: int | None, share_rows: int
+) -> DecodeWork:
+    """Work of the rows that are alone in their sequence.
+
+    share_rows: how many rows one item may serve; 1 reads a shared page once per row.
+    """
+    lengths = np.diff(batch.qo_indptr)
+    alone = np.flatnonzero(lengths == 1)
+    rows = batch.qo_indptr[alone]
+    positions = batch.positions[rows]
+    pages = batch.kv_indptr[alone]
+    first_split = _first_split(positions, window)
+    num_parts = positions // SPLIT + 1 - first_split
+    first_parts = np.cumsum(num_parts) - num_parts
+    row_parts = np.zeros(batch.num_tokens, np.int32)
+    row_parts[rows] = first_parts - first_split
+    owner = np.repeat(np.arange(len(rows)), num_parts)
+    split = np.arange(len(owner)) - first_parts[owner] + first_split[owner]
+    leaders, members, counts = (
+        _groups(batch, pages, positions, owner, split, page_size=page_size, share_rows=share_rows)
+        if share_rows > 1
+        else (np.arange(len(owner)), np.arange(len(owner)), np.ones(len(owner), np.int64))
+    )
+    return DecodeWork(
+        rows=rows.astype(np.int32),
+        first_parts=first_parts.astype(np.int32),
+        num_parts=num_parts.astype(np.int32),
+        row_parts=row_parts,
+        num_shared=int((counts > 1).sum()),
+        item_first=(np.cumsum(counts) - counts).astype(np.int32),
+        item_count=counts.astype(np.int32),
+        item_pages=pages[owner[leaders]].astype(np.int32),
+        item_split=split[leaders].astype(np.int32),
+        item_rows=rows[owner[members]].astype(np.int32),
+    )
+
+
+def _first_split(positions: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
+    if window is None:
+        return np.zeros(len(positions), np.int32)
+    return np.maximum(positions - window + 1, 0) // SPLIT
+
+
+def _groups(
+    batch: ForwardBatch,
+    pages: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    owner: NDArray[np.intp],
+    split: NDArray[np.intp],
+    *,
+    page_size: int,
+    share_rows: int,
+) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
+    """(leader, members in order, member counts) of the items, shared ones first.
+
+    Parts are one item when they are the same split, full for every row, over the same page ids.
+    In a prefix tree rows that share anything share their first page: that is looked at first.
+    """
+    everything = np.arange(len(owner))
+    per_split = SPLIT // page_size
+    firsts = batch.kv_page_ids[pages]
+    order = np.argsort(firsts, kind="stable")
+    is_same = firsts[order][1:] == firsts[order][:-1]
+    joined = np.zeros(len(pages), np.bool_)
+    joined[order[1:][is_same]] = True
+    joined[order[:-1][is_same]] = True
+    full = (split + 1) * SPLIT <= positions[owner] + 1
+    candidates = np.flatnonzero(joined[owner] & full)
+    if len(candidates) < 2:
+        return everything, everything, np.ones(len(owner), np.int64)
+    starts = pages[owner[candidates]] + split[candidates] * per_split
+    lists = batch.kv_page_ids[starts[:, None] + np.arange(per_split)]
+    keys = np.concatenate((split[candidates, None].astype(np.int32), lists), axis=1)
+    _, inverse = np.unique(keys, axis=0, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    order = np.argsort(inverse, kind="stable")
+    ranks = np.arange(len(order)) - np.searchsorted(inverse[order], inverse[order])
+    begins = np.flatnonzero(ranks % share_rows == 0)
+    counts = np.diff(np.append(begins, len(order)))
+    rest = np.setdiff1d(everything, candidates, assume_unique=True)
+    members = np.concatenate((candidates[order], rest))
+    counts = np.concatenate((counts, np.ones(len(rest), np.int64)))
+    firsts_of = np.cumsum(counts) - counts
+    by_sharing = np.argsort(counts == 1, kind="stable")
+    members = np.concatenate([members[firsts_of[i] : firsts_of[i] + counts[i]] for i in by_sharing])
+    counts = counts[by_sharing]
+    return members[np.cumsum(counts) - counts], members, counts
+
+
+def extend_work(
+    batch: ForwardBatch, *, tile_tokens: int, window: int | None, with_single: bool = False
+) -> ExtendWork:
+    """Tiles of the sequences with several rows; with_single: of those with one row, too."""
+    lengths = np.diff(batch.qo_indptr)
+    chosen = np.flatnonzero(lengths > (0 if with_single else 1))
+    num_tiles = -(-lengths[chosen] // tile_tokens)
+    owner = np.repeat(chosen, num_tiles)
+    index = np.arange(len(owner)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    rows = batch.qo_indptr[owner] + index * tile_tokens
+    stops = np.minimum(rows + tile_tokens, batch.qo_indptr[owner + 1])
+    lows, highs = _extremes(batch.positions, rows, stops)
+    ends = highs + 1
+    order = np.argsort(-ends, kind="stable")
+    return ExtendWork(
+        rows=rows[order].astype(np.int32),
+        tokens=(stops - rows)[order].astype(np.int32),
+        pages=batch.kv_indptr[owner][order].astype(np.int32),
+        starts=(_first_split(lows, window) * SPLIT)[order].astype(np.int32),
+        ends=ends[order].astype(np.int32),
+    )
+
+
+def _extremes(
+    positions: Int32Array, rows: NDArray[np.intp], stops: NDArray[np.intp]
+) -> tuple[Int32Array, Int32Array]:
+    """Lowest and highest position of each run of rows; runs may leave gaps between them."""
+    if len(rows) == 0:
+        return np.empty(0, np.int32), np.empty(0, np.int32)
+    bounds = np.stack((rows, stops), axis=1).reshape(-1)
+    padded = np.append(positions, np.int32(0))  # a stop may be the end of the array
+    return np.minimum.reduceat(padded, bounds)[::2], np.maximum.reduceat(padded, bounds)[::2]

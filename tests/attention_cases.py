@@ -1,0 +1,124 @@
+"""Ragged attention steps for kernel tests: batches over pools that are NaN where nothing is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from palmette.kernels.batch import ForwardBatch
+from palmette.kernels.kv_pool import PagedKVPool
+
+
+class Sequence_(NamedTuple):
+    """New tokens after cached ones; sequences with a `prefix` share its pages up to `shared`."""
+
+    new: int
+    cached: int
+    prefix: str | None = None
+    shared: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    sequences: tuple[tuple[int, int] | Sequence_, ...] = ()
+    seed: int = 0
+
+
+def _sequences(case: Case) -> list[Sequence_]:
+    return [Sequence_(*sequence) for sequence in case.sequences]
+
+
+def _page_lists(case: Case) -> tuple[list[list[int]], int]:
+    """Pages of each sequence, shuffled over the pool, and how many the pool needs."""
+    size = case.page_size
+    counts = [max(1, -(-(s.new + s.cached) // size)) for s in _sequences(case)]
+    free = list(np.random.default_rng(case.seed).permutation(sum(counts) + 2))
+    prefixes: dict[str, list[int]] = {}
+    lists = []
+    for sequence, count in zip(_sequences(case), counts, strict=True):
+        pages: list[int] = []
+        if sequence.prefix is not None:
+            known = prefixes.setdefault(sequence.prefix, [])
+            while len(known) * size < sequence.shared:
+                known.append(int(free.pop()))
+            pages = known[: sequence.shared // size]
+        lists.append(pages + [int(free.pop()) for _ in range(count - len(pages))])
+    return lists, sum(counts) + 2
+
+
+def make_batch(case: Case, *, like: Case | None = None) -> ForwardBatch:
+    """The step of `case`; with `like`, sequences take the pages that they have in that case."""
+    size = case.page_size
+    lists, _ = _page_lists(like or case)
+    positions, slots, qo, kv, pages, last = [], [], [0], [0], [], []
+    for sequence, own in zip(_sequences(case), lists, strict=True):
+        length = sequence.cached + sequence.new
+        own = own[: max(1, -(-length // size))]
+        for position in range(sequence.cached, length):
+            positions.append(position)
+            slots.append(own[position // size] * size + position % size)
+        pages += own
+        qo.append(len(positions))
+        kv.append(len(pages))
+        last.append((max(length, 1) - 1) % size + 1)
+    return ForwardBatch(
+        token_ids=np.zeros(len(positions), np.int32),
+        positions=np.array(positions, np.int32),
+        kv_slots=np.array(slots, np.int32),
+        qo_indptr=np.array(qo, np.int32),
+        kv_indptr=np.array(kv, np.int32),
+        kv_page_ids=np.array(pages, np.int32),
+        kv_last_page_len=np.array(last, np.int32),
+        sample_rows=np.empty(0, np.int32),
+    )
+
+
+def poisoned_pool(case: Case, device: str = "cpu") -> PagedKVPool:
+    """Random K and V where the case's cached tokens are, NaN everywhere else; two layers."""
+    lists, num_pages = _page_lists(case)
+    pool = PagedKVPool(
+        num_layers=2,
+        num_pages=num_pages,
+        page_size=case.page_size,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        dtype=case.dtype,
+        device=device,
+    )
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    shape = (num_pages * case.page_size, case.kv_heads, case.head_dim)
+    written = torch.zeros(shape[0], dtype=torch.bool)
+    for sequence, pages in zip(_sequences(case), lists, strict=True):
+        for position in range(sequence.cached):
+            written[
+                pages[position // case.page_size] * case.page_size + position % case.page_size
+            ] = True
+    for layer in range(2):
+        for part in (pool.keys(layer), pool.values(layer)):
+            filled = torch.randn(shape, generator=generator)
+            filled[~written] = torch.nan
+            part.copy_(filled)
+    return pool
+
+
+def random_rows(
+    case: Case, batch: ForwardBatch, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [T, H, D], k and v [T, G, D]."""
+    generator = torch.Generator().manual_seed(case.seed + 2)
+    q, k, v = (
+        torch.randn(batch.num_tokens, heads, case.head_dim, generator=generator)
+        .to(case.dtype)
+        .to(device)
+        for heads in (case.heads, case.kv_heads, case.kv_heads)
+    )
+    return q, k, v

@@ -1,0 +1,128 @@
+"""Triton's attention under the interpreter against the reference, and against itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Case, Sequence_, make_batch, poisoned_pool, random_rows
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from palmette.kernels.cuda.triton_attention import TritonAttention
+from palmette.kernels.reference import ReferenceAttention
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def outputs(case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(reference, triton) over pools whose unwritten slots hold NaN."""
+    batch = make_batch(case)
+    q, k, v = random_rows(case, batch)
+    results = []
+    for kind, extra in ((ReferenceAttention, {}), (TritonAttention, {"num_heads": case.heads})):
+        pool = poisoned_pool(case)
+        attention = kind(pool, sliding_window=case.window, **extra, **(options if extra else {}))
+        attention.plan(batch)
+        results.append(attention.run(1, q, k, v))
+    return results[0], results[1]
+
+
+CASES = {
+    "decode-ragged": Case(sequences=((1, 0), (1, 1), (1, 15), (1, 16), (1, 300))),
+    "decode-gqa-1": Case(heads=2, kv_heads=2, sequences=((1, 40), (1, 3))),
+    "decode-gqa-3": Case(heads=6, kv_heads=2, sequences=((1, 63), (1, 64))),
+    "decode-gqa-8": Case(heads=8, kv_heads=1, sequences=((1, 257),)),
+    "extend-ragged": Case(sequences=((2, 0), (19, 0), (33, 30), (3, 253))),
+    "extend-gqa-1": Case(heads=2, kv_heads=2, sequences=((70, 5),)),
+    "extend-gqa-3": Case(heads=3, kv_heads=1, sequences=((17, 16), (16, 16))),
+    "extend-gqa-8": Case(heads=8, kv_heads=1, sequences=((9, 100),)),
+    "mixed": Case(sequences=((1, 20), (12, 4), (1, 0), (2, 255))),
+    "page-1": Case(page_size=1, sequences=((1, 30), (5, 28))),
+    "page-32": Case(page_size=32, sequences=((1, 31), (5, 32))),
+    "page-64": Case(page_size=64, sequences=((1, 64), (5, 60))),
+    "head-96": Case(head_dim=96, sequences=((1, 20), (5, 14))),
+    "head-128": Case(head_dim=128, sequences=((1, 20), (5, 14))),
+    "head-256": Case(head_dim=256, sequences=((1, 40), (5, 33))),
+    "window": Case(window=20, sequences=((1, 300), (30, 10), (7, 270))),
+    "half": Case(dtype=torch.float16, sequences=((1, 70), (9, 70))),
+    "bf16": Case(dtype=torch.bfloat16, sequences=((1, 270), (9, 70))),
+    "empty-sequence": Case(sequences=((0, 20), (1, 20), (0, 3), (4, 4))),
+    "nothing": Case(sequences=((0, 20),)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name: str) -> None:
+    case = CASES[name]
+    expected, found = outputs(case, deterministic=name == "mixed")
+    assert found.dtype == case.dtype and found.shape == expected.shape
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=TOLERANCE[case.dtype])
+
+
+FORKS = Case(
+    sequences=(
+        Sequence_(1, 530, "a", 512),
+        Sequence_(1, 515, "a", 512),
+        Sequence_(1, 300, "a", 256),
+        Sequence_(1, 40),
+        Sequence_(1, 511, "a", 496),  # its second part is full but its last page is not shared
+        Sequence_(1, 256, "a", 256),
+    )
+)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_pages_that_rows_share_are_read_once_and_give_the_same_bits(window: int | None) -> None:
+    case = Case(sequences=FORKS.sequences, window=window)
+    expected, shared = outputs(case, share=True)
+    torch.testing.assert_close(shared, expected, rtol=0, atol=TOLERANCE[case.dtype])
+    assert torch.equal(shared, outputs(case, share=False)[1])
+
+
+def test_bits_do_not_depend_on_batch_chunks_or_pages() -> None:
+    """Row 280 of a context decoded alone, in a crowd, and as part of chunks."""
+    dtype, last = torch.float32, 280
+
+    def run(page_size: int, chunks: list[int], crowd: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        case = Case(page_size=page_size, dtype=dtype, sequences=((last + 1, 0), *crowd))
+        generator = torch.Generator().manual_seed(5)
+        rows = [torch.randn(last + 1, n, 64, generator=generator) for n in (4, 2, 2)]
+        pool = poisoned_pool(case)
+        attention = TritonAttention(pool, num_heads=4)
+        start = 0
+        for size in chunks:
+            step = Case(
+                page_size=page_size, dtype=dtype, sequences=((size, start), *crowd), seed=case.seed
+            )
+            batch = make_batch(step, like=case)
+            own = [t[start : start + size] for t in rows]
+            q, k, v = (
+                torch.cat((mine, other[size:]))
+                for mine, other in zip(own, random_rows(step, batch), strict=True)
+            )
+            attention.plan(batch)
+            result = attention.run(0, q, k, v)[size - 1]
+            start += size
+        return result
+
+    alone = run(16, [280, 1], ())
+    assert torch.isfinite(alone).all()
+    assert torch.equal(run(16, [281], ()), alone)
+    assert torch.equal(run(32, [200, 81], ((1, 0), (3, 20))), alone)
+
+
+def test_plan_refuses_what_it_cannot_compute() -> None:
+    pool = poisoned_pool(Case())
+    with pytest.raises(ValueError, match="share"):
+        TritonAttention(pool, num_heads=3)
+    attention = TritonAttention(pool, num_heads=4)
+    with pytest.raises(RuntimeError, match="no step"):
+        attention.attend(0, torch.zeros(1, 4, 64))
+    batch = make_batch(Case(sequences=((1, 5),)))
+    batch.positions[0] = 50
+    with pytest.raises(ValueError, match="position"):
+        attention.plan(batch)
+    assert np.all(batch.kv_slots >= 0)
