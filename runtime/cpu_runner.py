@@ -36,7 +36,13 @@ from .weights import Checkpoint, WeightSource
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4")
-EXACT_KINDS = {"bf16": MatrixKind.BF16, "f16": MatrixKind.F16}
+STORED_KINDS = {
+    "bf16": MatrixKind.BF16,
+    "f16": MatrixKind.F16,
+    "q8_0": MatrixKind.INT8,
+    "q4_0": MatrixKind.UINT4,
+    "q4_1": MatrixKind.UINT4,
+}
 FOUR_BIT = frozenset({"q4_0", "q4_1", "q4_k"})
 QKV_PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP_PARTS = ("mlp.gate_proj", "mlp.up_proj")
@@ -47,10 +53,11 @@ class CpuRunner:
 
     `threads` None takes the cores this process may use. `weights` is how matrices are kept:
 
-    auto  exactly: 16-bit checkpoints in 16 bits, everything else in fp32; the bits are fp32's
+    auto  as they are stored, no weight rounded: bf16, f16 (with the bits of fp32), q8_0, q4_0 and
+          q4_1 (activations rounded to 15 bits per 32 inputs); everything else as fp32
     fp32  widened to float32
     bf16  rounded to bfloat16
-    int8  a scale per 32 inputs (q8_0 as it is); activations are rounded to int8 per 32 inputs
+    int8  a scale per 32 inputs; activations rounded to 8 bits per 32 inputs
     int4  4-bit tensors of a GGUF file as they are, every other matrix as int8
 
     Raises:
@@ -195,12 +202,14 @@ def matrix_kind(weights: str, encodings: set[str], num_inputs: int) -> MatrixKin
 
     Rows that are not whole groups of 32 inputs stay fp32 where integers were asked for.
     """
-    if weights == "auto" and len(encodings) == 1:
-        return EXACT_KINDS.get(next(iter(encodings)), MatrixKind.F32)
+    if weights == "auto":
+        kinds = {STORED_KINDS.get(encoding, MatrixKind.F32) for encoding in encodings}
+        return kinds.pop() if len(kinds) == 1 else MatrixKind.F32
     if weights == "bf16":
         return MatrixKind.BF16
     if weights in ("int8", "int4") and num_inputs % GROUP == 0:
-        return MatrixKind.UINT4 if weights == "int4" and encodings <= FOUR_BIT else MatrixKind.INT8
+        is_stored = weights == "int4" and encodings <= FOUR_BIT
+        return MatrixKind.UINT4_FAST if is_stored else MatrixKind.INT8_FAST
     return MatrixKind.F32
 
 

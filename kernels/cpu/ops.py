@@ -51,6 +51,8 @@ class MatrixKind(IntEnum):
     F16 = 2
     INT8 = 3
     UINT4 = 4
+    INT8_FAST = 5
+    UINT4_FAST = 6
 
 
 # How rows are stored in a checkpoint: bytes per block of numbers. Keys as in weight_tensor.py.
@@ -358,7 +360,7 @@ class Model:
 
 def can_fill(kind: MatrixKind, encoding: str) -> bool:
     """Whether `Matrix.fill_encoded` takes rows stored so."""
-    if kind == MatrixKind.UINT4:
+    if kind in (MatrixKind.UINT4, MatrixKind.UINT4_FAST):
         return encoding in ("q4_0", "q4_1", "q4_k")
     return encoding in ENCODINGS and encoding != "q4_k"
 

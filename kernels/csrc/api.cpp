@@ -54,7 +54,7 @@ void pm_pool_destroy(PmPool* pool) {
 
 int pm_matrix_create(int64_t n, int64_t k, int64_t kind, PmMatrix** matrix) {
   *matrix = nullptr;
-  if (n < 1 || k < 1 || kind < PM_F32 || kind > PM_UINT4) return PM_INVALID;
+  if (n < 1 || k < 1 || kind < PM_F32 || kind > PM_UINT4_FAST) return PM_INVALID;
   if (pm::is_integer(kind) && k % pm::GROUP) return PM_INVALID;
   PmMatrix* made = new (std::nothrow) PmMatrix{};
   if (!made) return PM_MEMORY;
@@ -166,7 +166,7 @@ int pm_attention(PmPool* pool, const PmBatch* batch, const float* q, const float
                  int64_t window, float* out) {
   if (g < 1 || h < 1 || h % g || d < 1 || page_size < 1) return PM_INVALID;
   try {
-    const pm::AttentionPlan plan(batch, h, g, pool->team.size());
+    const pm::AttentionPlan plan(batch, h, g, page_size, window, pool->team.size());
     const pm::AttentionInput input{batch,     q, h * d, k_pages, v_pages, page_size,
                                    h,         g, d,     window,  out};
     const int64_t floats = plan.scratch_floats(d);

@@ -6,8 +6,10 @@
 // block's positions per output element. Only positions the query may see take part; blocks
 // without any are skipped. The online rescaling is that of FlashAttention (Dao et al., 2022).
 //
-// K of a block is transposed once, so that positions lie in lanes, and serves all query rows and
-// heads of the task.
+// K of a block is transposed once, so that positions lie in lanes, and serves all queries of the
+// task that read the same pages there: the rows and heads of one sequence, and sequences that share
+// a prefix. Each query keeps its own order, so who shares a task with whom changes no bit.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -15,16 +17,36 @@
 #include "kernels.h"
 
 namespace pm {
-namespace {
 
 constexpr int64_t BLOCK = 64;
+
+// The state of one task; arrays lie in the thread's scratch.
+struct Task {
+  int64_t d, dp;
+  float* q;         // [nq, D], scaled
+  float* kt;        // [D, BLOCK]
+  float* scores;    // [nq, BLOCK]
+  float* out;       // [nq, Dp]
+  float* values;    // [BLOCK, Dp], used when D is no multiple of W
+  float* zeros;     // [Dp]
+  float* maximum;   // [nq]
+  float* sum;       // [nq]
+  int64_t* position;  // [nq]
+  int64_t* begin;     // [nq] valid positions of the block: begin .. end
+  int64_t* end;       // [nq]
+  const float* k_rows[BLOCK];
+  const float* v_rows[BLOCK];
+};
+
+namespace {
+
 constexpr int CHUNK = 4;  // vectors per tile
 #if PM_W == 16
 constexpr int QUERIES = 6;  // queries per tile: 6 x 4 accumulators of 32 registers
 #else
 constexpr int QUERIES = 3;  // 3 x 4 of 16
 #endif
-constexpr int64_t TASK_QUERIES = 48;  // query rows x heads of one task, about
+constexpr int64_t TASK_QUERIES = 48;  // query rows x heads of one task, at most, if rows allow
 
 int64_t padded(int64_t d) { return (d + W - 1) / W * W; }
 
@@ -83,24 +105,6 @@ constexpr ValueTile VALUE_TILES[][CHUNK] = {
 };
 #undef PM_VALUES
 
-// The state of one task; arrays lie in the thread's scratch.
-struct Task {
-  int64_t num_queries, d, dp;
-  float* q;         // [nq, D], scaled
-  float* kt;        // [D, BLOCK]
-  float* scores;    // [nq, BLOCK]
-  float* out;       // [nq, Dp]
-  float* values;    // [BLOCK, Dp], used when D is no multiple of W
-  float* zeros;     // [Dp]
-  float* maximum;   // [nq]
-  float* sum;       // [nq]
-  int64_t* position;  // [nq]
-  int64_t* begin;     // [nq] valid positions of the block: begin .. end
-  int64_t* end;       // [nq]
-  const float* k_rows[BLOCK];
-  const float* v_rows[BLOCK];
-};
-
 int64_t task_floats(int64_t num_queries, int64_t d) {
   const int64_t dp = padded(d);
   const int64_t floats = num_queries * d + d * BLOCK + num_queries * BLOCK + num_queries * dp +
@@ -110,7 +114,6 @@ int64_t task_floats(int64_t num_queries, int64_t d) {
 
 void place(Task* task, int64_t num_queries, int64_t d, float* scratch) {
   const int64_t dp = padded(d);
-  task->num_queries = num_queries;
   task->d = d;
   task->dp = dp;
   task->position = (int64_t*)scratch;  // 8-byte values first: alignment
@@ -128,22 +131,23 @@ void place(Task* task, int64_t num_queries, int64_t d, float* scratch) {
   std::memset(task->out, 0, (size_t)(num_queries * dp) * sizeof(float));
 }
 
-// Pointers to the block's rows; positions past the end read zeros (they are masked anyway).
+// Pointers to the block's rows; positions past `count` read zeros (they are masked anyway).
 void gather_block(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
                   int64_t first, int64_t count) {
   const int64_t d = task->d, width = in.num_kv_heads * d;
-  for (int64_t i = 0; i < BLOCK; ++i) {
-    if (i >= count) {
-      task->k_rows[i] = task->v_rows[i] = task->zeros;
-      continue;
+  int64_t page = first / in.page_size, offset = first % in.page_size, i = 0;
+  while (i < count) {
+    int64_t at = ((int64_t)pages[page] * in.page_size + offset) * width + kv_head * d;
+    const int64_t end = std::min(count, i + in.page_size - offset);
+    for (; i < end; ++i, at += width) {
+      task->k_rows[i] = in.k_pages + at;
+      task->v_rows[i] = in.v_pages + at;
     }
-    const int64_t position = first + i;
-    const int64_t slot =
-        (int64_t)pages[position / in.page_size] * in.page_size + position % in.page_size;
-    task->k_rows[i] = in.k_pages + slot * width + kv_head * d;
-    task->v_rows[i] = in.v_pages + slot * width + kv_head * d;
+    ++page;
+    offset = 0;
   }
-  for (int64_t i = 0; i < BLOCK && i < count; i += W) {
+  for (; i < BLOCK; ++i) task->k_rows[i] = task->v_rows[i] = task->zeros;
+  for (i = 0; i < count; i += W) {
     int64_t column = 0;
     for (; column + W <= d; column += W)
       transpose(task->k_rows + i, column, task->kt + column * BLOCK + i, BLOCK);
@@ -151,7 +155,7 @@ void gather_block(Task* task, const AttentionInput& in, const int32_t* pages, in
       for (int64_t j = i; j < i + W; ++j) task->kt[column * BLOCK + j] = task->k_rows[j][column];
   }
   if (task->dp == d) return;
-  for (int64_t i = 0; i < count; ++i) {
+  for (i = 0; i < count; ++i) {
     float* row = task->values + i * task->dp;
     std::memcpy(row, task->v_rows[i], (size_t)d * sizeof(float));
     for (int64_t j = d; j < task->dp; ++j) row[j] = 0.0f;
@@ -219,17 +223,19 @@ void add_values_tile(Task* task, int64_t index, int64_t queries) {
   for (int64_t i = index; i < index + queries; ++i) add_values(task, i, 1, b, task->end[i]);
 }
 
-void attend_block(Task* task, int64_t first, int64_t count, int64_t window) {
-  for (int64_t i = 0; i < task->num_queries; ++i) {
+// The queries first_query .. last_query against the gathered block.
+void attend_block(Task* task, int64_t first_query, int64_t last_query, int64_t first,
+                  int64_t count, int64_t window) {
+  for (int64_t i = first_query; i < last_query; ++i) {
     const int64_t position = task->position[i];
     const int64_t oldest = window > 0 && position >= window ? position - window + 1 : 0;
     task->begin[i] = oldest > first ? oldest - first : 0;
     task->end[i] = position - first + 1 < BLOCK ? position - first + 1 : BLOCK;
     if (task->begin[i] >= task->end[i]) task->begin[i] = task->end[i] = 0;
   }
-  for (int64_t i = 0; i < task->num_queries; i += QUERIES) {
-    const int64_t left = task->num_queries - i, queries = left < QUERIES ? left : QUERIES;
-    for (int64_t c = 0; c < BLOCK && c < count; c += CHUNK * W)
+  for (int64_t i = first_query; i < last_query; i += QUERIES) {
+    const int64_t queries = std::min<int64_t>(last_query - i, QUERIES);
+    for (int64_t c = 0; c < count; c += CHUNK * W)
       SCORE_TILES[queries - 1](task->q + i * task->d, task->d, task->kt + c,
                                task->scores + i * BLOCK + c);
     for (int64_t j = i; j < i + queries; ++j) softmax_block(task, j);
@@ -240,62 +246,133 @@ void attend_block(Task* task, int64_t first, int64_t count, int64_t window) {
 }  // namespace
 
 AttentionPlan::AttentionPlan(const PmBatch* batch, int64_t num_heads, int64_t num_kv_heads,
-                             int num_threads)
+                             int64_t page_size, int64_t window, int num_threads)
     : batch_(batch), num_heads_(num_heads), group_(num_heads / num_kv_heads) {
-  rows_per_task_ = TASK_QUERIES / group_ > 1 ? TASK_QUERIES / group_ : 1;
-  for (int64_t b = 0; b < batch->num_sequences; ++b) {
-    const int64_t end = batch->qo_indptr[b + 1];
-    for (int64_t row = batch->qo_indptr[b]; row < end; row += rows_per_task_)
-      runs_.push_back({b, row, row + rows_per_task_ < end ? row + rows_per_task_ : end});
-  }
-  // Few pieces: cut the heads of a group apart too, at the price of transposing K again.
+  cut_rows(page_size, window);
+  const int64_t wanted = 2 * num_threads;  // pieces, so that no member is left alone with one
+  // Rows of different sequences join one task when they read the same first block.
   const int64_t pieces = (int64_t)runs_.size() * num_kv_heads;
-  const int64_t cuts = pieces ? (2 * num_threads + pieces - 1) / pieces : 1;
-  heads_per_task_ = (group_ + cuts - 1) / cuts;
-  if (heads_per_task_ < 1) heads_per_task_ = 1;
+  const int64_t joined_runs = std::max<int64_t>(1, pieces / wanted);
+  for (size_t r = 0; r < runs_.size(); ++r) {
+    const Run& run = runs_[r];
+    if (!tasks_.empty()) {
+      Joined& last = tasks_.back();
+      const int64_t rows = last.rows + run.end - run.begin;
+      if ((int64_t)(r - last.first) < joined_runs && rows * group_ <= TASK_QUERIES &&
+          is_same_block(runs_[last.first], run, run.lowest / BLOCK * BLOCK)) {
+        last.last = r + 1;
+        last.rows = rows;
+        continue;
+      }
+    }
+    tasks_.push_back({r, r + 1, run.end - run.begin});
+  }
+  // Late rows see most positions: start with them.
+  std::stable_sort(tasks_.begin(), tasks_.end(), [this](const Joined& a, const Joined& b) {
+    return runs_[a.first].highest > runs_[b.first].highest;
+  });
+  // Few pieces: cut the heads of a group apart too, at the price of transposing K again.
+  const int64_t made = (int64_t)tasks_.size() * num_kv_heads;
+  const int64_t cuts = made ? (wanted + made - 1) / made : 1;
+  heads_per_task_ = std::max<int64_t>(1, (group_ + cuts - 1) / cuts);
   head_runs_ = num_kv_heads * ((group_ + heads_per_task_ - 1) / heads_per_task_);
+  for (const Joined& task : tasks_) max_rows_ = std::max(max_rows_, task.rows);
+}
+
+// Runs of rows of one sequence, those of sequences with equal beginnings side by side.
+void AttentionPlan::cut_rows(int64_t page_size, int64_t window) {
+  page_size_ = page_size;
+  const int64_t most = std::max<int64_t>(1, TASK_QUERIES / group_);
+  for (int64_t b = 0; b < batch_->num_sequences; ++b) {
+    const int64_t end = batch_->qo_indptr[b + 1];
+    for (int64_t row = batch_->qo_indptr[b]; row < end; row += most) {
+      Run run{b, row, std::min(row + most, end), std::numeric_limits<int64_t>::max(), 0};
+      for (int64_t i = run.begin; i < run.end; ++i) {
+        const int64_t position = batch_->positions[i];
+        const int64_t oldest = window > 0 && position >= window ? position - window + 1 : 0;
+        run.lowest = std::min(run.lowest, oldest);
+        run.highest = std::max(run.highest, position);
+      }
+      runs_.push_back(run);
+    }
+  }
+  std::stable_sort(runs_.begin(), runs_.end(), [this](const Run& a, const Run& b) {
+    return std::lexicographical_compare(pages(a), pages_end(a), pages(b), pages_end(b));
+  });
+}
+
+// Whether both runs read the block, from the same pages.
+bool AttentionPlan::is_same_block(const Run& a, const Run& b, int64_t first) const {
+  for (const Run* run : {&a, &b})
+    if (first > run->highest || first + BLOCK <= run->lowest) return false;
+  const int64_t page = first / page_size_;
+  const auto slice_end = [&](const Run& run) {
+    const int64_t last = std::min(run.highest, first + BLOCK - 1) / page_size_;
+    return last + 1;
+  };
+  const int64_t end = slice_end(a);
+  return end == slice_end(b) && std::equal(pages(a) + page, pages(a) + end, pages(b) + page);
 }
 
 int64_t AttentionPlan::scratch_floats(int64_t head_dim) const {
-  return task_floats(rows_per_task_ * heads_per_task_, head_dim);
+  return task_floats(max_rows_ * heads_per_task_, head_dim);
 }
 
 void AttentionPlan::run(const AttentionInput& in, int64_t index, float* scratch) const {
-  // Late rows see most positions: start with them, so that no member is left alone with one.
-  const Run& piece = runs_[runs_.size() - 1 - (size_t)(index / head_runs_)];
+  const Joined& joined = tasks_[(size_t)(index / head_runs_)];
   const int64_t per_group = head_runs_ / in.num_kv_heads;
   const int64_t kv_head = index % head_runs_ / per_group;
   const int64_t head = kv_head * group_ + index % per_group * heads_per_task_;
-  const int64_t group_end = (kv_head + 1) * group_;
-  const int64_t heads = head + heads_per_task_ < group_end ? heads_per_task_ : group_end - head;
+  const int64_t heads = std::min(heads_per_task_, (kv_head + 1) * group_ - head);
   const int64_t d = in.head_dim;
   Task task;
-  place(&task, (piece.end - piece.begin) * heads, d, scratch);
+  place(&task, joined.rows * heads, d, scratch);
 
   const float scale = 1.0f / std::sqrt((float)d);
-  int64_t lowest = std::numeric_limits<int64_t>::max(), highest = 0;
-  for (int64_t i = 0; i < task.num_queries; ++i) {
-    const int64_t row = piece.begin + i / heads;
-    const float* q = in.q + row * in.q_stride + (head + i % heads) * d;
-    for (int64_t j = 0; j < d; ++j) task.q[i * d + j] = q[j] * scale;
-    const int64_t position = batch_->positions[row];
-    task.position[i] = position;
-    task.maximum[i] = -std::numeric_limits<float>::infinity();
-    task.sum[i] = 0.0f;
-    const int64_t oldest = in.window > 0 && position >= in.window ? position - in.window + 1 : 0;
-    lowest = lowest < oldest ? lowest : oldest;
-    highest = highest > position ? highest : position;
+  int64_t lowest = std::numeric_limits<int64_t>::max(), highest = 0, i = 0;
+  for (size_t r = joined.first; r < joined.last; ++r) {
+    lowest = std::min(lowest, runs_[r].lowest);
+    highest = std::max(highest, runs_[r].highest);
+    for (int64_t row = runs_[r].begin; row < runs_[r].end; ++row)
+      for (int64_t h = head; h < head + heads; ++h, ++i) {
+        const float* q = in.q + row * in.q_stride + h * d;
+        for (int64_t j = 0; j < d; ++j) task.q[i * d + j] = q[j] * scale;
+        task.position[i] = batch_->positions[row];
+        task.maximum[i] = -std::numeric_limits<float>::infinity();
+        task.sum[i] = 0.0f;
+      }
   }
-  const int32_t* pages = batch_->kv_page_ids + batch_->kv_indptr[piece.sequence];
-  for (int64_t first = lowest / BLOCK * BLOCK; first <= highest; first += BLOCK) {
-    const int64_t count = highest + 1 - first < BLOCK ? highest + 1 - first : BLOCK;
-    gather_block(&task, in, pages, kv_head, first, count);
-    attend_block(&task, first, count, in.window);
-  }
-  for (int64_t i = 0; i < task.num_queries; ++i) {
-    float* out = in.out + ((piece.begin + i / heads) * num_heads_ + head + i % heads) * d;
-    const float inverse = 1.0f / task.sum[i];
-    for (int64_t j = 0; j < d; ++j) out[j] = task.out[i * task.dp + j] * inverse;
+  for (int64_t first = lowest / BLOCK * BLOCK; first <= highest; first += BLOCK)
+    run_block(in, joined, &task, kv_head, heads, first);
+  i = 0;
+  for (size_t r = joined.first; r < joined.last; ++r)
+    for (int64_t row = runs_[r].begin; row < runs_[r].end; ++row)
+      for (int64_t h = head; h < head + heads; ++h, ++i) {
+        float* out = in.out + (row * num_heads_ + h) * d;
+        const float inverse = 1.0f / task.sum[i];
+        for (int64_t j = 0; j < d; ++j) out[j] = task.out[i * task.dp + j] * inverse;
+      }
+}
+
+// One block for every run of the task that reads it: neighbours with equal pages together.
+void AttentionPlan::run_block(const AttentionInput& in, const Joined& joined, Task* task,
+                              int64_t kv_head, int64_t heads, int64_t first) const {
+  int64_t query = 0;
+  for (size_t r = joined.first; r < joined.last;) {
+    const Run& leader = runs_[r];
+    int64_t end = query + (leader.end - leader.begin) * heads, highest = leader.highest;
+    size_t next = r + 1;
+    for (; next < joined.last && is_same_block(leader, runs_[next], first); ++next) {
+      end += (runs_[next].end - runs_[next].begin) * heads;
+      highest = std::max(highest, runs_[next].highest);
+    }
+    if (first <= leader.highest && first + BLOCK > leader.lowest) {
+      const int64_t count = std::min(highest + 1 - first, BLOCK);
+      gather_block(task, in, pages(leader), kv_head, first, count);
+      attend_block(task, query, end, first, count, in.window);
+    }
+    query = end;
+    r = next;
   }
 }
 

@@ -23,14 +23,17 @@ constexpr int INT_ROWS = 3;
 #endif
 constexpr int64_t TASK_PANELS = 4;  // panels that one task of a linear takes at most
 
-inline bool is_integer(int64_t kind) { return kind == PM_INT8 || kind == PM_UINT4; }
+inline bool is_integer(int64_t kind) { return kind >= PM_INT8; }
+inline bool is_uint4(int64_t kind) { return kind == PM_UINT4 || kind == PM_UINT4_FAST; }
+// 8-bit digits of an activation
+inline int64_t num_digits(int64_t kind) { return kind == PM_INT8 || kind == PM_UINT4 ? 2 : 1; }
 
 }  // namespace pm
 
 // The rows of the matrix in panels of PW; rows past N are zero. One panel:
 //   PM_F32, PM_BF16, PM_F16   [K][PW] numbers
-//   PM_INT8    per group of 32 inputs: [8][PW] x 4 bytes w + SIGNED_OFFSET, then PW half scales
-//   PM_UINT4   per group: [4][PW] x 4 bytes, low nibbles inputs 4j .. 4j + 3, high nibbles inputs
+//   PM_INT8*   per group of 32 inputs: [8][PW] x 4 bytes w + SIGNED_OFFSET, then PW half scales
+//   PM_UINT4*  per group: [4][PW] x 4 bytes, low nibbles inputs 4j .. 4j + 3, high nibbles inputs
 //              16 + 4j .. 16 + 4j + 3; then PW half scales, then PW half minima
 struct PmMatrix {
   int64_t n, k, kind;
@@ -63,8 +66,8 @@ void matrix_row(const PmMatrix* matrix, int64_t row, float* out);  // out [K]
 // M rows cut into blocks, as even as possible. The cut changes which tile computes a row, never
 // the row's bits. One block of R rows:
 //   float kinds     [K][R] floats: a tile reads R neighbouring floats per k
-//   integer kinds   per group: [8][R] x 4 bytes, R float scales, then R sums of the group's
-//                   integers (PM_INT8: int32; PM_UINT4: float, times the scale)
+//   integer kinds   per group: [digits][8][R] x 4 bytes, high digit first, then R float scales,
+//                   then R sums of the group's integers (int8: int32; uint4: float, scaled)
 struct RowBlocks {
   int64_t m, num, base, extra;  // `extra` blocks of base + 1 rows, then blocks of base rows
 
@@ -80,7 +83,7 @@ struct RowBlocks {
 
 // Bytes that M packed rows of K inputs need for this kind of matrix.
 inline int64_t packed_bytes(int64_t kind, int64_t m, int64_t k) {
-  return is_integer(kind) ? m * (k / GROUP) * (GROUP + 8) : m * k * (int64_t)sizeof(float);
+  return is_integer(kind) ? m * (k / GROUP) * (num_digits(kind) * GROUP + 8) : m * k * (int64_t)sizeof(float);
 }
 // Columns k0 .. k1 of row `index` of a block of `rows` rows; x points at column k0. For integer
 // kinds k0 and k1 are multiples of GROUP.
@@ -141,21 +144,40 @@ struct AttentionInput {
   float* out;  // [T, H, D]
 };
 
-// The pieces of one step's attention: (sequence, run of query rows, run of heads).
+struct Task;
+
+// The pieces of one step's attention: (rows that may share K and V, kv head or part of its group).
 class AttentionPlan {
  public:
-  AttentionPlan(const PmBatch* batch, int64_t num_heads, int64_t num_kv_heads, int num_threads);
-  int64_t num_tasks() const { return (int64_t)runs_.size() * head_runs_; }
+  AttentionPlan(const PmBatch* batch, int64_t num_heads, int64_t num_kv_heads, int64_t page_size,
+                int64_t window, int num_threads);
+  int64_t num_tasks() const { return (int64_t)tasks_.size() * head_runs_; }
   int64_t scratch_floats(int64_t head_dim) const;  // per thread
   void run(const AttentionInput& input, int64_t task, float* scratch) const;
 
  private:
-  struct Run {
-    int64_t sequence, begin, end;  // rows begin .. end
+  struct Run {  // rows begin .. end of one sequence, and the positions they see
+    int64_t sequence, begin, end, lowest, highest;
   };
+  struct Joined {  // runs first .. last, `rows` rows in all
+    size_t first, last;
+    int64_t rows;
+  };
+  const int32_t* pages(const Run& run) const {
+    return batch_->kv_page_ids + batch_->kv_indptr[run.sequence];
+  }
+  const int32_t* pages_end(const Run& run) const {
+    return batch_->kv_page_ids + batch_->kv_indptr[run.sequence + 1];
+  }
+  void cut_rows(int64_t page_size, int64_t window);
+  bool is_same_block(const Run& a, const Run& b, int64_t first) const;
+  void run_block(const AttentionInput& input, const Joined& joined, Task* task, int64_t kv_head,
+                 int64_t heads, int64_t first) const;
+
   const PmBatch* batch_;
-  int64_t num_heads_, group_, rows_per_task_, heads_per_task_, head_runs_;
+  int64_t num_heads_, group_, page_size_ = 1, heads_per_task_ = 1, head_runs_ = 1, max_rows_ = 0;
   std::vector<Run> runs_;
+  std::vector<Joined> tasks_;
 };
 
 }  // namespace pm

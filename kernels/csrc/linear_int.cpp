@@ -1,6 +1,9 @@
-// y = x * W^T for integer weights with one scale per 32 inputs, x rounded to int8 per group
+// y = x * W^T for integer weights with one scale per 32 inputs, x rounded to integers per group
 // (pack.cpp). Exact integer dot products inside a group; one fused multiply-add chain over the
 // groups per output, so the order is fixed whatever the tile.
+//
+// Two-digit activations take two passes over a group: the high digits, times 128, then the low
+// ones. The largest sum, 32 * 255 * 16383, fits 32 bits.
 #include "kernels.h"
 
 namespace pm {
@@ -62,9 +65,17 @@ PM_INLINE void add_uint4(const unsigned char* w, const int32_t* x, Sums<R>& sums
   }
 }
 
+template <int R, bool UINT4>
+PM_INLINE void add_group(const unsigned char* w, const unsigned char* x, Sums<R>& sums) {
+  if (UINT4)
+    add_uint4<R>(w, (const int32_t*)x, sums);
+  else
+    add_int8<R>(w, (const int32_t*)x, sums);
+}
+
 // R rows x one panel: more panels would be more streams of memory, and one row is fast enough
 // because groups overlap. w: the panel; x: block packed by pack.cpp; y: first row and output.
-template <int R, bool UINT4>
+template <int R, bool UINT4, int DIGITS>
 void tile(const unsigned char* w, const unsigned char* x, int64_t groups, float* y, int64_t stride,
           int64_t outputs, bool add) {
   constexpr int64_t GROUP_BYTES = UINT4 ? UINT4_GROUP_BYTES : INT8_GROUP_BYTES;
@@ -72,19 +83,21 @@ void tile(const unsigned char* w, const unsigned char* x, int64_t groups, float*
   F acc[R][NV];
   PM_UNROLL for (int r = 0; r < R; ++r)
     PM_UNROLL for (int v = 0; v < NV; ++v) acc[r][v] = F{};
-  for (int64_t g = 0; g < groups; ++g, w += GROUP_BYTES, x += (GROUP + 8) * R) {
-    const float* input_scales = (const float*)(x + GROUP * R);
+  for (int64_t g = 0; g < groups; ++g, w += GROUP_BYTES, x += (DIGITS * GROUP + 8) * R) {
+    const float* input_scales = (const float*)(x + DIGITS * GROUP * R);
     Sums<R> sums;
+    if (DIGITS == 2) {
+      PM_UNROLL for (int r = 0; r < R; ++r)
+        PM_UNROLL for (int v = 0; v < NV; ++v) sums.lanes[r][v] = I{};
+      add_group<R, UINT4>(w, x, sums);
+    }
     PM_UNROLL for (int r = 0; r < R; ++r) {
       const I start = UINT4 || SIGNED_OFFSET == 0
                           ? I{}
                           : splat_int(-SIGNED_OFFSET * ((const int32_t*)input_scales)[R + r]);
-      PM_UNROLL for (int v = 0; v < NV; ++v) sums.lanes[r][v] = start;
+      PM_UNROLL for (int v = 0; v < NV; ++v) sums.lanes[r][v] = DIGITS == 2 ? (sums.lanes[r][v] << 7) + start : start;
     }
-    if (UINT4)
-      add_uint4<R>(w, (const int32_t*)x, sums);
-    else
-      add_int8<R>(w, (const int32_t*)x, sums);
+    add_group<R, UINT4>(w, x + (DIGITS - 1) * GROUP * R, sums);
     prefetch(w + SCALES_AT + PREFETCH_BYTES);
     if (UINT4) prefetch(w + SCALES_AT + 2 * PW + PREFETCH_BYTES);
     PM_UNROLL for (int v = 0; v < NV; ++v) {
@@ -106,13 +119,13 @@ void tile(const unsigned char* w, const unsigned char* x, int64_t groups, float*
 typedef void (*Tile)(const unsigned char*, const unsigned char*, int64_t, float*, int64_t, int64_t,
                      bool);
 #if PM_W == 16
-#define PM_TILES(U) \
-  {tile<1, U>, tile<2, U>, tile<3, U>, tile<4, U>, tile<5, U>, tile<6, U>}
+#define PM_TILES(U, D) \
+  {tile<1, U, D>, tile<2, U, D>, tile<3, U, D>, tile<4, U, D>, tile<5, U, D>, tile<6, U, D>}
 #else
-#define PM_TILES(U) {tile<1, U>, tile<2, U>, tile<3, U>}
+#define PM_TILES(U, D) {tile<1, U, D>, tile<2, U, D>, tile<3, U, D>}
 #endif
-constexpr Tile INT8_TILES[INT_ROWS] = PM_TILES(false);
-constexpr Tile UINT4_TILES[INT_ROWS] = PM_TILES(true);
+constexpr Tile TILES[2][2][INT_ROWS] = {{PM_TILES(false, 1), PM_TILES(false, 2)},
+                                        {PM_TILES(true, 1), PM_TILES(true, 2)}};
 #undef PM_TILES
 
 }  // namespace
@@ -120,7 +133,7 @@ constexpr Tile UINT4_TILES[INT_ROWS] = PM_TILES(true);
 void linear_panels_int(const PmMatrix* matrix, const unsigned char* packed,
                        const RowBlocks& blocks, int64_t first, int64_t last, bool add, float* y,
                        int64_t stride) {
-  const Tile* tiles = matrix->kind == PM_UINT4 ? UINT4_TILES : INT8_TILES;
+  const Tile* tiles = TILES[is_uint4(matrix->kind)][num_digits(matrix->kind) - 1];
   for (int64_t p = first; p < last; ++p)
     for (int64_t b = 0; b < blocks.num; ++b)
       tiles[blocks.rows(b) - 1](matrix->panel(p),

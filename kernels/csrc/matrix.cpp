@@ -41,7 +41,7 @@ uint16_t float_to_bf16(float x) {
 
 // One row as integers: w = scale * q + minimum per group.
 struct IntegerRow {
-  int8_t* q;        // [K]; PM_UINT4: 0 .. 15
+  int8_t* q;        // [K]; uint4: 0 .. 15
   uint16_t* scale;  // [K / GROUP] half
   uint16_t* minimum;
 };
@@ -138,7 +138,7 @@ void place_float(PmMatrix* matrix, int64_t n, const float* x) {
 }
 
 void place_integers(PmMatrix* matrix, int64_t n, IntegerRow row) {
-  const bool is_int8 = matrix->kind == PM_INT8;
+  const bool is_int8 = !is_uint4(matrix->kind);
   const int64_t group_bytes = is_int8 ? INT8_GROUP_BYTES : UINT4_GROUP_BYTES;
   unsigned char* at = matrix->data + n / PW * matrix->panel_bytes;
   const int64_t lane = n % PW;
@@ -165,8 +165,10 @@ bool matrix_allocate(PmMatrix* matrix) {
   const int64_t groups = matrix->k / GROUP;
   switch (matrix->kind) {
     case PM_F32: matrix->panel_bytes = matrix->k * PW * 4; break;
-    case PM_INT8: matrix->panel_bytes = groups * INT8_GROUP_BYTES; break;
-    case PM_UINT4: matrix->panel_bytes = groups * UINT4_GROUP_BYTES; break;
+    case PM_INT8:
+    case PM_INT8_FAST: matrix->panel_bytes = groups * INT8_GROUP_BYTES; break;
+    case PM_UINT4:
+    case PM_UINT4_FAST: matrix->panel_bytes = groups * UINT4_GROUP_BYTES; break;
     default: matrix->panel_bytes = matrix->k * PW * 2;
   }
   const int64_t bytes = matrix->num_panels * matrix->panel_bytes;
@@ -212,8 +214,8 @@ int64_t encoded_row_bytes(int64_t encoding, int64_t k) {
 }
 
 bool can_fill(int64_t kind, int64_t encoding) {
-  // The scales of q4_k are products that half does not hold exactly: good for PM_UINT4 only.
-  if (kind == PM_UINT4) return encoding >= PM_ENCODING_Q4_0 && encoding <= PM_ENCODING_Q4_K;
+  // The scales of q4_k are products that half does not hold exactly: good for uint4 only.
+  if (is_uint4(kind)) return encoding >= PM_ENCODING_Q4_0 && encoding <= PM_ENCODING_Q4_K;
   return encoding >= PM_ENCODING_F32 && encoding <= PM_ENCODING_Q4_1;
 }
 
@@ -238,10 +240,10 @@ void matrix_fill(PmMatrix* matrix, int64_t row, int64_t rows, int64_t encoding,
       default: decode_float(encoding, source, k, numbers);
     }
     const bool is_block = encoding >= PM_ENCODING_Q8_0;
-    const bool keeps = matrix->kind == PM_UINT4 ||
-                       (matrix->kind == PM_INT8 && encoding == PM_ENCODING_Q8_0);
+    const bool keeps = is_uint4(matrix->kind) ||
+                       (is_integer(matrix->kind) && encoding == PM_ENCODING_Q8_0);
     if (is_block && !keeps) widen(integers, groups, encoding != PM_ENCODING_Q8_0, numbers);
-    if (matrix->kind == PM_INT8 && !keeps) round_int8(numbers, groups, integers);
+    if (is_integer(matrix->kind) && !keeps) round_int8(numbers, groups, integers);
     if (is_integer(matrix->kind))
       place_integers(matrix, n, integers);
     else
@@ -263,7 +265,7 @@ void matrix_row(const PmMatrix* matrix, int64_t row, float* out) {
       else
         std::memcpy(out + k, &wide, 4);
     }
-  } else if (matrix->kind == PM_INT8) {
+  } else if (!is_uint4(matrix->kind)) {
     for (int64_t g = 0; g < k_count / GROUP; ++g, at += INT8_GROUP_BYTES) {
       const float scale = half_to_float(((const uint16_t*)(at + GROUP * PW))[lane]);
       for (int64_t i = 0; i < GROUP; ++i) {

@@ -25,6 +25,7 @@ struct PmModel {
 namespace pm {
 namespace {
 
+constexpr int64_t FEW_ROWS = 2;  // every member packs so few for itself: cheaper than meeting
 constexpr int64_t COLUMN_PIECE = 256;  // columns of SiLU per task; a multiple of a weight group
 constexpr int64_t PHASES_PER_LAYER = 10;
 
@@ -46,6 +47,8 @@ struct Step {
   unsigned char* packed;
   float* private_scratch;  // per member
   int64_t private_floats;
+  unsigned char* private_packed;  // per member, FEW_ROWS rows
+  int64_t private_packed_bytes;
 };
 
 // One member's walk through the phases. share() hands out pieces of the current phase.
@@ -54,6 +57,7 @@ class Member {
   Member(Step* step, int index)
       : s_(*step), m_(*step->model), shape_(step->model->shape), index_(index) {
     private_ = s_.private_scratch + index * s_.private_floats;
+    private_packed_ = s_.private_packed + index * s_.private_packed_bytes;
   }
 
   void forward() {
@@ -88,6 +92,18 @@ class Member {
     m_.pool->team.barrier(index_);
   }
 
+  // Like share, for pieces that fill the packed rows of the next linear.
+  template <typename Piece>
+  void prepare(int64_t num_rows, int64_t count, Piece piece) {
+    if (num_rows > FEW_ROWS) {
+      packed_ = s_.packed;
+      share(count, 1, [&](int64_t at, int64_t) { piece(at); });
+      return;
+    }
+    packed_ = private_packed_;
+    for (int64_t at = 0; at < count; ++at) piece(at);
+  }
+
   void embed() {
     share(s_.batch->num_tokens, 8, [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t)
@@ -98,8 +114,8 @@ class Member {
   void normalise(const float* weight, int64_t kind) {
     const int64_t e = shape_.hidden_size;
     const RowBlocks blocks(s_.batch->num_tokens, kind);
-    share(blocks.num, 1, [&](int64_t b, int64_t) {
-      unsigned char* block = s_.packed + block_offset(kind, blocks, b, e);
+    prepare(blocks.m, blocks.num, [&](int64_t b) {
+      unsigned char* block = packed_ + block_offset(kind, blocks, b, e);
       for (int64_t r = 0; r < blocks.rows(b); ++r) {
         rms_norm_row(s_.hidden + (blocks.start(b) + r) * e, weight, e, shape_.rms_eps, private_);
         pack_columns(kind, private_, 0, e, r, blocks.rows(b), block);
@@ -111,7 +127,7 @@ class Member {
     const RowBlocks blocks(s_.batch->num_tokens, matrix->kind);
     share(matrix->num_panels, panels_per_task(matrix->num_panels, s_.num_threads),
           [&](int64_t first, int64_t last) {
-            linear_panels(matrix, s_.packed, blocks, first, last, add, y, stride);
+            linear_panels(matrix, packed_, blocks, first, last, add, y, stride);
           });
   }
 
@@ -158,10 +174,10 @@ class Member {
   void pack_attended(int64_t kind) {
     const int64_t k = shape_.num_heads * shape_.head_dim;
     const RowBlocks blocks(s_.batch->num_tokens, kind);
-    share(blocks.num, 1, [&](int64_t b, int64_t) {
+    prepare(blocks.m, blocks.num, [&](int64_t b) {
       for (int64_t r = 0; r < blocks.rows(b); ++r)
         pack_columns(kind, s_.attended + (blocks.start(b) + r) * k, 0, k, r, blocks.rows(b),
-                     s_.packed + block_offset(kind, blocks, b, k));
+                     packed_ + block_offset(kind, blocks, b, k));
     });
   }
 
@@ -170,10 +186,10 @@ class Member {
     const int64_t i = shape_.intermediate_size;
     const int64_t runs = (i + COLUMN_PIECE - 1) / COLUMN_PIECE;
     const RowBlocks blocks(s_.batch->num_tokens, kind);
-    share(blocks.num * runs, 1, [&](int64_t piece, int64_t) {
+    prepare(blocks.m, blocks.num * runs, [&](int64_t piece) {
       const int64_t b = piece / runs, k0 = piece % runs * COLUMN_PIECE;
       const int64_t k1 = k0 + COLUMN_PIECE < i ? k0 + COLUMN_PIECE : i;
-      unsigned char* block = s_.packed + block_offset(kind, blocks, b, i);
+      unsigned char* block = packed_ + block_offset(kind, blocks, b, i);
       for (int64_t r = 0; r < blocks.rows(b); ++r) {
         const float* row = s_.gate_up + (blocks.start(b) + r) * 2 * i;
         silu_mul_row(row + k0, row + i + k0, k1 - k0, private_);
@@ -185,16 +201,16 @@ class Member {
   void sample_rows() {
     const int64_t e = shape_.hidden_size, kind = m_.lm_head->kind;
     const RowBlocks blocks(s_.batch->num_sampled, kind);
-    share(blocks.num, 1, [&](int64_t b, int64_t) {
+    prepare(blocks.m, blocks.num, [&](int64_t b) {
       for (int64_t r = 0; r < blocks.rows(b); ++r) {
         const int64_t row = s_.batch->sample_rows[blocks.start(b) + r];
         rms_norm_row(s_.hidden + row * e, m_.final_norm, e, shape_.rms_eps, private_);
         pack_columns(kind, private_, 0, e, r, blocks.rows(b),
-                     s_.packed + block_offset(kind, blocks, b, e));
+                     packed_ + block_offset(kind, blocks, b, e));
       }
     });
     share(blocks.num ? m_.lm_head->num_panels : 0, TASK_PANELS, [&](int64_t first, int64_t last) {
-      linear_panels(m_.lm_head, s_.packed, blocks, first, last, false, s_.logits,
+      linear_panels(m_.lm_head, packed_, blocks, first, last, false, s_.logits,
                     shape_.vocab_size);
     });
   }
@@ -210,6 +226,8 @@ class Member {
   const int index_;
   int64_t phase_ = 0;
   float* private_;
+  unsigned char* private_packed_;
+  unsigned char* packed_ = nullptr;  // the rows that the next linear reads
 };
 
 void run_member(void* context, int index) {
@@ -229,11 +247,12 @@ void lay_out(Step* s) {
                                                                : shape.intermediate_size;
   widest = widest > attended ? widest : attended;
   const int64_t packed = (packed_bytes(PM_F32, t, widest) + 3) / 4;
+  const int64_t few = aligned((packed_bytes(PM_F32, FEW_ROWS, widest) + 3) / 4) + 64;
   const int64_t attention = s->plan.scratch_floats(d);
   s->private_floats = aligned(attention > widest ? attention : widest) + 64;
   const int64_t total = 16 + aligned(t * shape.hidden_size) + aligned(t * qkv) +
                         aligned(t * 2 * shape.intermediate_size) + aligned(t * attended) +
-                        aligned(packed) + s->num_threads * s->private_floats;
+                        aligned(packed) + s->num_threads * (s->private_floats + few);
   if ((int64_t)s->model->scratch.size() < total) {
     s->model->scratch.clear();
     s->model->scratch.resize((size_t)total);
@@ -245,6 +264,8 @@ void lay_out(Step* s) {
   s->attended = s->gate_up + aligned(t * 2 * shape.intermediate_size);
   s->packed = (unsigned char*)(s->attended + aligned(t * attended));
   s->private_scratch = (float*)s->packed + aligned(packed);
+  s->private_packed = (unsigned char*)(s->private_scratch + s->num_threads * s->private_floats);
+  s->private_packed_bytes = 4 * few;
 }
 
 bool is_complete(const PmModel& model) {
@@ -342,7 +363,8 @@ int pm_model_forward(PmModel* model, const PmBatch* batch, float* kv, int64_t nu
                   num_pages,
                   page_size,
                   logits,
-                  pm::AttentionPlan(batch, shape.num_heads, shape.num_kv_heads, threads),
+                  pm::AttentionPlan(batch, shape.num_heads, shape.num_kv_heads, page_size,
+                                    shape.sliding_window, threads),
                   std::vector<pm::Counter>(
                       (size_t)(shape.num_layers * pm::PHASES_PER_LAYER + 3)),
                   threads,
@@ -351,6 +373,8 @@ int pm_model_forward(PmModel* model, const PmBatch* batch, float* kv, int64_t nu
                   nullptr,
                   nullptr,
                   nullptr,
+                  nullptr,
+                  0,
                   nullptr,
                   0};
     pm::lay_out(&step);

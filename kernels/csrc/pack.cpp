@@ -1,5 +1,5 @@
 // Rows of activations in the order in which the tiles of linear read them; for integer weights
-// rounded to int8 per group of 32 inputs.
+// rounded to integers per group of 32 inputs.
 #include "kernels.h"
 
 namespace pm {
@@ -9,9 +9,10 @@ void pack_floats(const float* x, int64_t k0, int64_t k1, int64_t index, int64_t 
   for (int64_t k = k0; k < k1; ++k) out[k * rows + index] = x[k - k0];
 }
 
-// One group: q = round(x * 127 / largest), scale = largest / 127. A group that holds NaN or
-// infinity gets the scale NaN, so that its row shows it.
-void pack_group(const float* x, int64_t index, int64_t rows, bool scaled_sum, unsigned char* out) {
+// One group: q = round(x * limit / largest), scale = largest / limit; with two digits q is
+// 128 * high + low, high in -127 .. 127, low in -64 .. 63. A group that holds NaN or infinity gets
+// the scale NaN, so that its row shows it.
+void pack_group(int64_t kind, const float* x, int64_t index, int64_t rows, unsigned char* out) {
   const I magnitude_bits = splat_int(0x7FFFFFFF);
   I largest_bits{};  // as integers NaN > infinity > every number
   PM_UNROLL for (int i = 0; i < GROUP; i += W) {
@@ -25,30 +26,35 @@ void pack_group(const float* x, int64_t index, int64_t rows, bool scaled_sum, un
   float largest;
   std::memcpy(&largest, &top, 4);
   const bool is_finite = top < 0x7F800000;
-  // Below this 127 / largest would overflow; such a group counts as zero.
-  const F inverse = splat(is_finite && largest > 1e-36f ? 127.0f / largest : 0.0f);
+  const int64_t digits = num_digits(kind);
+  const float limit = digits == 2 ? 127.0f * 128.0f : 127.0f;
+  // Below this limit / largest would overflow; such a group counts as zero.
+  const F inverse = splat(is_finite && largest > 1e-34f ? limit / largest : 0.0f);
   const F magic = splat(12582912.0f);  // 1.5 * 2^23: the integer lies in the low bits
-  int8_t q[GROUP];
+  int8_t high[GROUP], low[GROUP];
   I sums{};
   PM_UNROLL for (int i = 0; i < GROUP; i += W) {
     const F value = is_finite ? load(x + i) : F{};
     const I integer = (I)(value * inverse + magic) - splat_int(0x4B400000);
     sums += integer;
-    store_bytes(q + i, integer);
+    const I upper = digits == 2 ? (integer + splat_int(64)) >> 7 : integer;
+    store_bytes(high + i, upper);
+    store_bytes(low + i, integer - (upper << 7));
   }
   int32_t sum = 0;
   std::memcpy(lanes, &sums, sizeof lanes);
   for (int i = 0; i < W; ++i) sum += lanes[i];
-  const float scale = is_finite ? largest / 127.0f : __builtin_nanf("");
-  for (int64_t j = 0; j < GROUP / 4; ++j)
-    std::memcpy(out + (j * rows + index) * 4, q + 4 * j, 4);
-  unsigned char* tail = out + GROUP * rows;
-  std::memcpy(tail + index * 4, &scale, 4);
+  const float scale = is_finite ? largest / limit : __builtin_nanf("");
+  for (int64_t j = 0; j < GROUP / 4; ++j, out += 4 * rows)
+    std::memcpy(out + index * 4, high + 4 * j, 4);
+  for (int64_t j = 0; digits == 2 && j < GROUP / 4; ++j, out += 4 * rows)
+    std::memcpy(out + index * 4, low + 4 * j, 4);
+  std::memcpy(out + index * 4, &scale, 4);
   const float scaled = scale * (float)sum;
-  if (scaled_sum)
-    std::memcpy(tail + (rows + index) * 4, &scaled, 4);
+  if (is_uint4(kind))
+    std::memcpy(out + (rows + index) * 4, &scaled, 4);
   else
-    std::memcpy(tail + (rows + index) * 4, &sum, 4);
+    std::memcpy(out + (rows + index) * 4, &sum, 4);
 }
 
 }  // namespace
@@ -60,8 +66,7 @@ void pack_columns(int64_t kind, const float* x, int64_t k0, int64_t k1, int64_t 
     return;
   }
   for (int64_t k = k0; k < k1; k += GROUP)
-    pack_group(x + (k - k0), index, rows, kind == PM_UINT4,
-               block + k / GROUP * (GROUP + 8) * rows);
+    pack_group(kind, x + (k - k0), index, rows, block + packed_bytes(kind, rows, k));
 }
 
 }  // namespace pm

@@ -21,14 +21,17 @@ enum PmStatus : int {
   PM_FORKED = 4,   // the pool was made by another process (fork): its threads are not here
 };
 
-// How a matrix keeps its weights. Integer kinds have one scale per 32 inputs, round the
-// activations to int8 per 32 inputs, and need K to be a multiple of 32.
+// How a matrix keeps its weights. Integer kinds have one scale per 32 inputs, round activations per
+// 32 inputs, and need K to be a multiple of 32. Activations have 15 bits (two digits to the base
+// 128), which leaves next to no error, or 8 bits, which is faster with many rows.
 enum PmKind : int64_t {
   PM_F32 = 0,
   PM_BF16 = 1,
   PM_F16 = 2,
-  PM_INT8 = 3,   // w = scale * q
-  PM_UINT4 = 4,  // w = scale * q + minimum
+  PM_INT8 = 3,        // w = scale * q; 15-bit activations
+  PM_UINT4 = 4,       // w = scale * q + minimum; 15-bit activations
+  PM_INT8_FAST = 5,   // the same with 8-bit activations
+  PM_UINT4_FAST = 6,
 };
 
 // How rows are stored in a checkpoint; the block encodings are ggml's.

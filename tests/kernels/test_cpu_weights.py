@@ -31,15 +31,17 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
-def rounded_activations(x: np.ndarray) -> np.ndarray:
-    """int8 per group of 32 inputs, as float64."""
+def rounded_activations(x: np.ndarray, kind: MatrixKind) -> np.ndarray:
+    """8 or 15 bits per group of 32 inputs, as float64."""
+    is_fast = kind in (MatrixKind.INT8_FAST, MatrixKind.UINT4_FAST)
+    limit = np.float32(127 if is_fast else 127 * 128)
     groups = x.reshape(len(x), -1, 32)
     largest = np.abs(groups).max(axis=2, keepdims=True)
     inverse = np.divide(
-        np.float32(127), largest, out=np.zeros_like(largest), where=largest > np.float32(1e-36)
+        limit, largest, out=np.zeros_like(largest), where=largest > np.float32(1e-34)
     )
     integers = np.rint(groups * inverse)
-    scale = largest / np.float32(127)
+    scale = largest / limit
     return (integers.astype(np.float64) * scale).reshape(x.shape)
 
 
@@ -91,31 +93,44 @@ def test_16_bit_rounding_is_to_nearest_even(pool: ops.Pool) -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_int8_linear_equals_rounded_float64(pool: ops.Pool, outputs: int, inputs: int) -> None:
+@pytest.mark.parametrize("kind", [MatrixKind.INT8, MatrixKind.INT8_FAST])
+def test_int8_linear_equals_rounded_float64(
+    pool: ops.Pool, kind: MatrixKind, outputs: int, inputs: int
+) -> None:
     weights = normal(outputs, inputs)
     weights[0, :32] = 0
-    matrix = ops.Matrix.from_float32(pool, weights, MatrixKind.INT8)
+    matrix = ops.Matrix.from_float32(pool, weights, kind)
     for rows in ROWS:
         x = 3 * normal(rows, inputs, seed=rows)
         x[0, :32] = 0
-        expected = rounded_activations(x) @ rounded_int8(weights).T
+        expected = rounded_activations(x, kind) @ rounded_int8(weights).T
         assert_close(pool.linear(matrix, x), expected)
     ids = np.arange(outputs, dtype=np.int32)
     np.testing.assert_array_equal(pool.embed(matrix, ids), rounded_int8(weights))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-@pytest.mark.parametrize("encoding", ["q4_0", "q4_1", "q8_0"])
-def test_stored_integers_are_kept(pool: ops.Pool, encoding: str, outputs: int, inputs: int) -> None:
+@pytest.mark.parametrize(
+    ("encoding", "kind"),
+    [
+        ("q8_0", MatrixKind.INT8),
+        ("q8_0", MatrixKind.INT8_FAST),
+        ("q4_0", MatrixKind.UINT4),
+        ("q4_1", MatrixKind.UINT4),
+        ("q4_1", MatrixKind.UINT4_FAST),
+    ],
+)
+def test_stored_integers_are_kept(
+    pool: ops.Pool, encoding: str, kind: MatrixKind, outputs: int, inputs: int
+) -> None:
     data, numbers = encoded(normal(outputs, inputs), encoding)
-    kind = MatrixKind.INT8 if encoding == "q8_0" else MatrixKind.UINT4
     matrix = ops.Matrix(pool, (outputs, inputs), kind)
     matrix.fill_encoded(0, encoding, data)
     ids = np.arange(outputs, dtype=np.int32)
     np.testing.assert_array_equal(pool.embed(matrix, ids), numbers)
     for rows in ROWS:
         x = normal(rows, inputs, seed=rows)
-        expected = rounded_activations(x) @ numbers.T.astype(np.float64)
+        expected = rounded_activations(x, kind) @ numbers.T.astype(np.float64)
         assert_close(pool.linear(matrix, x), expected)
 
 
@@ -141,12 +156,12 @@ def test_blocks_widen_to_the_numbers_gguf_gives(pool: ops.Pool, encoding: str) -
     np.testing.assert_array_equal(pool.embed(matrix, np.arange(37, dtype=np.int32)), numbers)
 
 
-@pytest.mark.parametrize("kind", [MatrixKind.INT8, MatrixKind.UINT4])
+@pytest.mark.parametrize("kind", list(MatrixKind)[MatrixKind.INT8 :])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_bits_of_a_row_do_not_depend_on_rows_or_threads(
     pool: ops.Pool, kind: MatrixKind, outputs: int, inputs: int
 ) -> None:
-    encoding = "q8_0" if kind == MatrixKind.INT8 else "q4_1"
+    encoding = "q8_0" if "INT8" in kind.name else "q4_1"
     matrix = ops.Matrix(pool, (outputs, inputs), kind)
     matrix.fill_encoded(0, encoding, encoded(normal(outputs, inputs), encoding)[0])
     x = normal(max(ROWS), inputs, seed=1)
@@ -156,6 +171,16 @@ def test_bits_of_a_row_do_not_depend_on_rows_or_threads(
     single = ops.Pool(1, instruction_set=pool.library.instruction_set)
     np.testing.assert_array_equal(single.linear(matrix, x), alone)
     single.close()
+
+
+def test_15_bit_activations_leave_next_to_no_error(pool: ops.Pool) -> None:
+    data, numbers = encoded(normal(96, 576), "q4_1")
+    matrix = ops.Matrix(pool, (96, 576), MatrixKind.UINT4)
+    matrix.fill_encoded(0, "q4_1", data)
+    x = normal(20, 576, seed=1)
+    expected = x @ numbers.T.astype(np.float64)
+    error = np.abs(pool.linear(matrix, x) - expected).max() / expected.std()
+    assert error < 2e-4  # 8 bits: 0.03
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -174,7 +199,7 @@ def test_extreme_activations_stay_finite(pool: ops.Pool) -> None:
     matrix = ops.Matrix.from_float32(pool, weights, MatrixKind.INT8)
     for scale in (1e-38, 1e-30, 1e30):
         x = np.float32(scale) * normal(1, 32, seed=1)
-        expected = rounded_activations(x) @ rounded_int8(weights).T
+        expected = rounded_activations(x, MatrixKind.INT8) @ rounded_int8(weights).T
         atol = 1e-5 * np.abs(expected).max() + 1e-36
         np.testing.assert_allclose(pool.linear(matrix, x), expected, rtol=1e-5, atol=atol)
 

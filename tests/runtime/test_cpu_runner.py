@@ -71,6 +71,10 @@ def test_gguf_equals_torch_runner(kind: str, tiny_models: Any, model_driver: Any
         ("bf16", "auto", 1e-9),
         ("f16", "auto", 1e-9),
         ("f32", "bf16", 0.1),
+        ("q8_0", "auto", 1e-3),
+        ("q4_0", "auto", 1e-3),
+        ("q4_1", "auto", 1e-3),
+        ("q6_k", "auto", 1e-9),
         ("q8_0", "int8", 0.1),
         ("f32", "int8", 0.1),
         ("q6_k", "int8", 0.1),
@@ -122,6 +126,25 @@ def test_bits_do_not_depend_on_the_other_rows(
         crowd = {f"{i}": [i + 3] for i in range(others)}
         step = model_driver(runner, seed=others).step({**crowd, "a": PROMPT[:1]})
         np.testing.assert_array_equal(step["a"][0], alone[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+def test_sequences_that_share_a_prefix_keep_their_bits(
+    name: str, tiny_models: Any, model_driver: Any
+) -> None:
+    runner = runner_of(tiny_models.directory(name), threads=1)
+    shared = {f"{i}": n for i, n in enumerate((192, 64, 192, 128, 16, 144, 0, 192, 128, 80))}
+    suffixes = {key: [int(key) + 3] * (1 + int(key) % 3) for key in shared}
+    expected = {
+        key: model_driver(runner).step({"x": LONG[:length] + suffixes[key]})["x"]
+        for key, length in shared.items()
+    }
+    driver = model_driver(runner)
+    driver.step({"root": LONG})
+    for key, length in shared.items():
+        driver.share(key, "root", length)
+    for key, logits in driver.step(suffixes).items():
+        np.testing.assert_array_equal(logits, expected[key][-len(logits) :])
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
