@@ -32,7 +32,7 @@ class EngineConfig:
     served_name: str | None = None  # None: the model's own name
     device: str = "auto"  # auto, cpu, cuda
     runner: str = "auto"  # auto, native, torch
-    weights: str = "auto"  # auto, fp32, bf16 (what a runner supports)
+    weights: str = "auto"  # auto, fp32, bf16; native: stored, int8, int4 too
     page_size: int = 16
     kv_tokens: int | None = None
     memory_fraction: float = 0.25

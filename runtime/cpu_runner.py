@@ -35,7 +35,7 @@ from .weights import Checkpoint, WeightSource
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4")
+WEIGHTS = ("auto", "stored", "fp32", "bf16", "int8", "int4")
 STORED_KINDS = {
     "bf16": MatrixKind.BF16,
     "f16": MatrixKind.F16,
@@ -53,12 +53,12 @@ class CpuRunner:
 
     `threads` None takes the cores this process may use. `weights` is how matrices are kept:
 
-    auto  as they are stored, no weight rounded: bf16, f16 (with the bits of fp32), q8_0, q4_0 and
-          q4_1 (activations rounded to 15 bits per 32 inputs); everything else as fp32
-    fp32  widened to float32
-    bf16  rounded to bfloat16
-    int8  a scale per 32 inputs; activations rounded to 8 bits per 32 inputs
-    int4  4-bit tensors of a GGUF file as they are, every other matrix as int8
+    stored  no weight rounded: bf16, f16 (with the bits of fp32), q8_0, q4_0 and q4_1 (activations
+            rounded to 15 bits per 32 inputs) as they are; everything else as fp32. auto is this.
+    fp32    widened to float32
+    bf16    rounded to bfloat16
+    int8    a scale per 32 inputs; activations rounded to 8 bits per 32 inputs
+    int4    4-bit tensors of a GGUF file as they are, every other matrix as int8
 
     Raises:
         RuntimeError: no C++ compiler, or no threads; `torch_runner` is the way out.
@@ -86,7 +86,7 @@ class CpuRunner:
             )
         started = time.monotonic()
         self.config = checkpoint.config
-        self.weights = weights
+        self.weights = "stored" if weights == "auto" else weights
         self._threads = Pool(threads)
         self._model: Model | None = None
         try:
@@ -202,7 +202,7 @@ def matrix_kind(weights: str, encodings: set[str], num_inputs: int) -> MatrixKin
 
     Rows that are not whole groups of 32 inputs stay fp32 where integers were asked for.
     """
-    if weights == "auto":
+    if weights == "stored":
         kinds = {STORED_KINDS.get(encoding, MatrixKind.F32) for encoding in encodings}
         return kinds.pop() if len(kinds) == 1 else MatrixKind.F32
     if weights == "bf16":

@@ -106,7 +106,7 @@ def _cpu_choice(config: EngineConfig) -> RunnerChoice:
 
 
 def _native_choice(config: EngineConfig) -> RunnerChoice:
-    weights = "fp32" if config.weights == "auto" else config.weights
+    weights = "stored" if config.weights == "auto" else config.weights
 
     def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
         from .cpu_runner import CpuRunner
@@ -124,7 +124,8 @@ def _native_choice(config: EngineConfig) -> RunnerChoice:
         device="cpu",
         weights=weights,
         reason="no CUDA device was found" if config.device == "auto" else "as given",
-        weight_element_bytes=4.0,
+        # at most: "stored" keeps what it can in 4, 8 or 16 bits and widens the rest
+        weight_element_bytes={"bf16": 2.0, "int8": 1.1, "int4": 1.1}.get(weights, 4.0),
         kv_element_bytes=4,
         build=build,
     )
