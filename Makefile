@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow check format bench sizes clean
+.PHONY: demo test test-slow check format bench bench-peers sizes clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/palmette pull
@@ -32,6 +32,11 @@ format: $(VENV)/dev.stamp
 bench: $(VENV)/dev.stamp
 	$(BIN)/palmette pull
 	$(BIN)/python benchmarks/throughput.py
+
+# Other servers, in environments of their own under the user's cache; an hour on a quiet machine.
+bench-peers: $(VENV)/dev.stamp
+	$(BIN)/palmette pull
+	$(BIN)/python benchmarks/peers.py $(PEERS)
 
 sizes:
 	@$(PYTHON) benchmarks/sizes.py
