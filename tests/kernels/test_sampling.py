@@ -14,6 +14,7 @@ from palmette.kernels.sampling import (
     HostLogits,
     RowSampling,
     SampleBatch,
+    _inverse_cdf,
     allowed_ids,
     sample_rows,
     uniforms,
@@ -337,10 +338,13 @@ def test_row_depends_on_nothing_but_itself(vocab_size: int) -> None:
         np.testing.assert_array_equal(result.top_logprobs[0], together.top_logprobs[i])
 
 
-def test_logits_are_not_changed() -> None:
+@pytest.mark.parametrize("num_banned", [1, 700, 4000])
+def test_logits_are_not_changed(num_banned: int) -> None:
     logits, params = mixed_batch(np.random.default_rng(13), 5000)
     before = logits.copy()
     HostLogits(logits).sample(params)
+    masks = [mask_of(list(range(num_banned, 5000)), 5000)] * 10
+    HostLogits(logits).sample(batch(10, temperature=1.0, masks=masks))
     np.testing.assert_array_equal(logits, before)
 
 
@@ -474,6 +478,26 @@ def test_ban_gives_way_when_the_grammar_allows_nothing_else() -> None:
     params = batch(2, rows=[special, special], masks=masks)
     logits = np.array([[0.0, 1.0, 50.0]] * 2, np.float32)
     assert sample_rows(logits, params).token_ids.tolist() == [2, 1]
+
+
+def test_ban_gives_way_when_everything_is_banned() -> None:
+    special = row_sampling(banned_ids=int32(0, 1))
+    logits = np.array([[0.0, 1.0]], np.float32)
+    assert sample_rows(logits, batch(1, rows=[special])).token_ids.tolist() == [1]
+
+
+def test_min_p_of_one_keeps_the_best_and_its_ties() -> None:
+    row = np.array([1.0, 3.0, 2.0, 3.0], np.float32)
+    params = batch(100, temperature=1.0, min_p=1.0, positions=np.arange(100))
+    assert set(sample_rows(np.tile(row, (100, 1)), params).token_ids.tolist()) == {1, 3}
+
+
+@pytest.mark.parametrize("length", [10, 10_000])
+@pytest.mark.parametrize("random", [0.0, 1 - 2**-53, 1.0])
+def test_ends_of_the_cdf_never_reach_weight_zero(random: float, length: int) -> None:
+    weights = np.zeros(length, np.float32)
+    weights[[3, 7]] = 0.1
+    assert _inverse_cdf(weights, random) == (3 if random == 0 else 7)
 
 
 def test_repetition_penalty_never_makes_a_logit_infinite() -> None:
