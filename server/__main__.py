@@ -47,6 +47,7 @@ _SERVER_HELP = {
     "open_metrics": "/metrics needs no key",
     "max_body_bytes": "largest body of a request",
     "max_header_bytes": "largest headers of a request",
+    "default_max_tokens": "new tokens of a chat that names no limit; 0: up to the context",
     "request_timeout_s": "queueing and generation of one request",
     "drain_timeout_s": "what running requests get after SIGTERM",
     "heartbeat_limit_s": "no sign of the engine for longer: not ready",

@@ -26,6 +26,7 @@ class ServerConfig:
     body_timeout_s: float = 60.0
     keep_alive_s: float = 15.0  # idle time of a connection between two requests
     request_timeout_s: float = 600.0  # queueing and generation together
+    default_max_tokens: int = 1024  # of a chat that names no limit; 0: up to the context
     drain_timeout_s: float = 30.0  # after SIGTERM, for what is running
     heartbeat_limit_s: float = 5.0  # no sign of the engine for longer: not ready
     dead_limit_s: float = 30.0  # ... for longer: the engine is given up
@@ -40,6 +41,10 @@ class ServerConfig:
             raise ValueError(f"port: {self.port} is out of range; must be 0..65535")
         if any(not key for key in self.api_keys):
             raise ValueError("api_key: is empty; give at least one character")
+        if self.default_max_tokens < 0:
+            raise ValueError(
+                f"default_max_tokens: {self.default_max_tokens} is out of range; must be >= 0"
+            )
         for name in ("drain_timeout_s", "heartbeat_limit_s", "dead_limit_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be > 0")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from fastapi import APIRouter, Request, Response
 
 from .auth import Owner
@@ -63,6 +65,11 @@ async def chat_completions(request: Request) -> Response:
         kwargs=kwargs,
         add_generation_prompt=body.add_generation_prompt,
     )
+    if plan.sampling.max_new_tokens is None:
+        room = max(1, info.context_length - len(prompt))
+        default = max(context.config.default_max_tokens or room, plan.sampling.min_new_tokens)
+        sampling = dataclasses.replace(plan.sampling, max_new_tokens=min(room, default))
+        plan = dataclasses.replace(plan, sampling=sampling)
     call = _open(context, request, owner, "chatcmpl", body, [prompt], [plan], CHAT_NAMES)
     return await _respond(call, ChatFormat(context, body, call, mode), body, context)
 

@@ -99,8 +99,17 @@ def test_chat(client: openai.OpenAI) -> None:
     assert message.content == letters(answer.usage.prompt_tokens, 5)
 
 
-def test_chat_without_max_tokens_uses_the_whole_context(client: openai.OpenAI) -> None:
+def test_chat_without_max_tokens_ends_at_the_servers_default(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="fake", messages=user("hi"))
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 1024
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_chat_without_max_tokens_ends_at_the_context_when_that_is_nearer(
+    client: openai.OpenAI,
+) -> None:
+    answer = client.chat.completions.create(model="fake", messages=user("x" * 1200))
     assert answer.usage is not None
     assert answer.usage.total_tokens == 2048
     assert answer.choices[0].finish_reason == "length"
