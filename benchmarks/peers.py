@@ -368,10 +368,25 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return result
 
 
+def remarks(row: dict[str, Any]) -> Iterator[str]:
+    """What only W7 and W6 measure, and what failed; a line each."""
+    for name, server in row["servers"].items():
+        figures = server["median"]
+        if figures["arrival_ttft_ms"] is not None:
+            yield (
+                f"  {name}: its TTFT {_cell(server, 'arrival_ttft_ms')} ms, meanwhile ITL p99 "
+                f"{_cell(server, 'stall_p99_ms')}, max {_cell(server, 'stall_max_ms')} ms\n"
+            )
+        if figures["valid_answers"] is not None:
+            yield f"  {name}: {figures['valid_answers']:.0f} of {figures['requests']:.0f} valid\n"
+        if server["errors"]:
+            yield f"  {name}: {figures['failed']} FAILED: {'; '.join(server['errors'][:3])}\n"
+
+
 def _cell(server: dict[str, Any], figure: str) -> str:
     value, ratio = server["median"][figure], server.get("ratios", {}).get(figure)
-    shown = "-" if value is None else f"{value:.1f}"
-    return shown + ("" if ratio is None else f" ({ratio:.2f}x)")
+    shown = "-" if value is None else f"{value:.{0 if value >= 100 else 1}f}"
+    return shown + ("" if ratio is None else f" ({ratio:.{1 if ratio >= 10 else 2}f}x)")
 
 
 def versions(python: Path) -> list[str]:
@@ -448,6 +463,7 @@ def main() -> int:
     Console().print(table(rows))
     for row in rows:
         print(f"{row['id']}: {row['title']}")
+        print("".join(remarks(row)), end="")
     record = {
         "machine": start,
         "commit": commit(),
