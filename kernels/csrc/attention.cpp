@@ -131,6 +131,22 @@ void place(Task* task, int64_t num_queries, int64_t d, float* scratch) {
   std::memset(task->out, 0, (size_t)(num_queries * dp) * sizeof(float));
 }
 
+// Asks for the block's rows ahead of time: rows of one head lie apart, so the hardware does not
+// guess them.
+void prefetch_block(const float* rows, const AttentionInput& in, const int32_t* pages,
+                    int64_t kv_head, int64_t first, int64_t count) {
+  const int64_t d = in.head_dim, width = in.num_kv_heads * d;
+  int64_t page = first / in.page_size, offset = first % in.page_size, i = 0;
+  while (i < count) {
+    const float* at = rows + ((int64_t)pages[page] * in.page_size + offset) * width + kv_head * d;
+    const int64_t end = std::min(count, i + in.page_size - offset);
+    for (; i < end; ++i, at += width)
+      for (int64_t j = 0; j < d; j += 16) __builtin_prefetch(at + j, 0, 2);
+    ++page;
+    offset = 0;
+  }
+}
+
 // Pointers to the block's rows; positions past `count` read zeros (they are masked anyway).
 void gather_block(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
                   int64_t first, int64_t count) {
@@ -368,6 +384,10 @@ void AttentionPlan::run_block(const AttentionInput& in, const Joined& joined, Ta
     }
     if (first <= leader.highest && first + BLOCK > leader.lowest) {
       const int64_t count = std::min(highest + 1 - first, BLOCK);
+      const int64_t after = std::min(leader.highest + 1 - first - BLOCK, BLOCK);
+      prefetch_block(in.v_pages, in, pages(leader), kv_head, first, count);
+      if (after > 0)
+        prefetch_block(in.k_pages, in, pages(leader), kv_head, first + BLOCK, after);
       gather_block(task, in, pages(leader), kv_head, first, count);
       attend_block(task, query, end, first, count, in.window);
     }
