@@ -166,12 +166,12 @@ int pm_attention(PmPool* pool, const PmBatch* batch, const float* q, const float
                  int64_t window, float* out) {
   if (g < 1 || h < 1 || h % g || d < 1 || page_size < 1) return PM_INVALID;
   try {
-    const pm::AttentionPlan plan(batch, h, g, page_size, window, pool->team.size());
+    pm::AttentionPlan plan(batch, h, g, d, page_size, window, pool->team.size());
     const pm::AttentionInput input{batch,     q, h * d, k_pages, v_pages, page_size,
                                    h,         g, d,     window,  out};
-    const int64_t floats = plan.scratch_floats(d);
+    const int64_t floats = plan.scratch_floats();
     std::vector<float> scratch((size_t)(floats * pool->team.size()));
-    return pm::share(pool, plan.num_tasks(), 1, [&](int64_t task, int64_t, int member) {
+    return pm::share(pool, plan.num_pieces(), 1, [&](int64_t task, int64_t, int member) {
       plan.run(input, task, scratch.data() + member * floats);
     });
   } catch (const std::bad_alloc&) {

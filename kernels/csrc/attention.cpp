@@ -4,7 +4,9 @@
 // aligned to absolute position (not to pages or chunks); per block the scores (one chain over d
 // each), the running maximum, the exponentials, their sum (a fixed tree), then one chain over the
 // block's positions per output element. Only positions the query may see take part; blocks
-// without any are skipped. The online rescaling is that of FlashAttention (Dao et al., 2022).
+// without any are skipped. Every SPAN positions the running result is merged into the total, so
+// that spans may be computed apart and merged in their order with the same bits. The online
+// rescaling is that of FlashAttention (Dao et al., 2022), spans apart that of Flash-Decoding.
 //
 // K of a block is transposed once, so that positions lie in lanes, and serves all queries of the
 // task that read the same pages there: the rows and heads of one sequence, and sequences that share
@@ -19,6 +21,13 @@
 namespace pm {
 
 constexpr int64_t BLOCK = 64;
+constexpr int64_t SPAN = 256;  // a multiple of BLOCK
+
+// The running softmax of one query: weights relative to `maximum`, their sum, and sum * V.
+struct Running {
+  float maximum, sum;
+  float* out;  // [Dp]
+};
 
 // The state of one task; arrays lie in the thread's scratch.
 struct Task {
@@ -26,11 +35,14 @@ struct Task {
   float* q;         // [nq, D], scaled
   float* kt;        // [D, BLOCK]
   float* scores;    // [nq, BLOCK]
-  float* out;       // [nq, Dp]
+  float* out;       // [nq, Dp] of the span
+  float* total;     // [nq, Dp]
   float* values;    // [BLOCK, Dp], used when D is no multiple of W
   float* zeros;     // [Dp]
-  float* maximum;   // [nq]
+  float* maximum;   // [nq] of the span
   float* sum;       // [nq]
+  float* total_maximum;  // [nq]
+  float* total_sum;      // [nq]
   int64_t* position;  // [nq]
   int64_t* begin;     // [nq] valid positions of the block: begin .. end
   int64_t* end;       // [nq]
@@ -46,6 +58,7 @@ constexpr int QUERIES = 6;  // queries per tile: 6 x 4 accumulators of 32 regist
 #else
 constexpr int QUERIES = 3;  // 3 x 4 of 16
 #endif
+constexpr int64_t FEW_TASK_ROWS = 4;
 constexpr int64_t TASK_QUERIES = 48;  // query rows x heads of one task, at most, if rows allow
 
 int64_t padded(int64_t d) { return (d + W - 1) / W * W; }
@@ -107,9 +120,16 @@ constexpr ValueTile VALUE_TILES[][CHUNK] = {
 
 int64_t task_floats(int64_t num_queries, int64_t d) {
   const int64_t dp = padded(d);
-  const int64_t floats = num_queries * d + d * BLOCK + num_queries * BLOCK + num_queries * dp +
-                         BLOCK * dp + dp + 2 * num_queries + 6 * num_queries;
+  const int64_t floats = num_queries * d + d * BLOCK + num_queries * BLOCK +
+                         2 * num_queries * dp + BLOCK * dp + dp + 4 * num_queries +
+                         6 * num_queries;
   return (floats + 63) / 64 * 64 + 64;
+}
+
+void empty(float* maximum, float* sum, float* out, int64_t num_queries, int64_t dp) {
+  std::fill_n(maximum, num_queries, -std::numeric_limits<float>::infinity());
+  std::fill_n(sum, num_queries, 0.0f);
+  std::fill_n(out, num_queries * dp, 0.0f);
 }
 
 void place(Task* task, int64_t num_queries, int64_t d, float* scratch) {
@@ -122,26 +142,30 @@ void place(Task* task, int64_t num_queries, int64_t d, float* scratch) {
   task->kt = (float*)(task->end + num_queries);
   task->scores = task->kt + d * BLOCK;
   task->out = task->scores + num_queries * BLOCK;
-  task->values = task->out + num_queries * dp;
+  task->total = task->out + num_queries * dp;
+  task->values = task->total + num_queries * dp;
   task->zeros = task->values + BLOCK * dp;
   task->q = task->zeros + dp;
   task->maximum = task->q + num_queries * d;
   task->sum = task->maximum + num_queries;
-  std::memset(task->zeros, 0, (size_t)dp * sizeof(float));
-  std::memset(task->out, 0, (size_t)(num_queries * dp) * sizeof(float));
+  task->total_maximum = task->sum + num_queries;
+  task->total_sum = task->total_maximum + num_queries;
+  std::fill_n(task->zeros, dp, 0.0f);
+  empty(task->maximum, task->sum, task->out, num_queries, dp);
+  empty(task->total_maximum, task->total_sum, task->total, num_queries, dp);
 }
 
 // Asks for the block's rows ahead of time: rows of one head lie apart, so the hardware does not
 // guess them.
 void prefetch_block(const float* rows, const AttentionInput& in, const int32_t* pages,
-                    int64_t kv_head, int64_t first, int64_t count) {
+                    int64_t kv_head, int64_t num_heads, int64_t first, int64_t count) {
   const int64_t d = in.head_dim, width = in.num_kv_heads * d;
   int64_t page = first / in.page_size, offset = first % in.page_size, i = 0;
   while (i < count) {
     const float* at = rows + ((int64_t)pages[page] * in.page_size + offset) * width + kv_head * d;
     const int64_t end = std::min(count, i + in.page_size - offset);
     for (; i < end; ++i, at += width)
-      for (int64_t j = 0; j < d; j += 16) __builtin_prefetch(at + j, 0, 2);
+      for (int64_t j = 0; j < num_heads * d; j += 16) __builtin_prefetch(at + j, 0, 2);
     ++page;
     offset = 0;
   }
@@ -211,6 +235,28 @@ void softmax_block(Task* task, int64_t index) {
   for (int64_t i = 0; i < task->dp; i += W) store(out + i, load(out + i) * scale);
 }
 
+// total = total and part together. A part without positions has the sum 0 and changes nothing.
+void merge(Running* total, const Running& part, int64_t dp) {
+  if (part.sum == 0.0f) return;
+  const float now = total->maximum > part.maximum ? total->maximum : part.maximum;
+  const F keep = exp(splat(total->maximum - now)), take = exp(splat(part.maximum - now));
+  total->maximum = now;
+  total->sum = total->sum * keep[0] + part.sum * take[0];
+  for (int64_t i = 0; i < dp; i += W)
+    store(total->out + i, fma(load(total->out + i), keep, load(part.out + i) * take));
+}
+
+void finish_span(Task* task, int64_t num_queries) {
+  const int64_t dp = task->dp;
+  for (int64_t i = 0; i < num_queries; ++i) {
+    Running total{task->total_maximum[i], task->total_sum[i], task->total + i * dp};
+    merge(&total, {task->maximum[i], task->sum[i], task->out + i * dp}, dp);
+    task->total_maximum[i] = total.maximum;
+    task->total_sum[i] = total.sum;
+  }
+  empty(task->maximum, task->sum, task->out, num_queries, dp);
+}
+
 void add_values(Task* task, int64_t index, int64_t queries, int64_t a, int64_t b) {
   if (a >= b) return;
   const int64_t dp = task->dp;
@@ -262,42 +308,35 @@ void attend_block(Task* task, int64_t first_query, int64_t last_query, int64_t f
 }  // namespace
 
 AttentionPlan::AttentionPlan(const PmBatch* batch, int64_t num_heads, int64_t num_kv_heads,
-                             int64_t page_size, int64_t window, int num_threads)
-    : batch_(batch), num_heads_(num_heads), group_(num_heads / num_kv_heads) {
-  cut_rows(page_size, window);
-  const int64_t wanted = 2 * num_threads;  // pieces, so that no member is left alone with one
+                             int64_t head_dim, int64_t page_size, int64_t window, int num_threads)
+    : batch_(batch),
+      num_heads_(num_heads),
+      group_(num_heads / num_kv_heads),
+      dp_(padded(head_dim)),
+      page_size_(page_size) {
+  cut_rows(window);
   // Rows of different sequences join one task when they read the same first block.
-  const int64_t pieces = (int64_t)runs_.size() * num_kv_heads;
-  const int64_t joined_runs = std::max<int64_t>(1, pieces / wanted);
   for (size_t r = 0; r < runs_.size(); ++r) {
-    const Run& run = runs_[r];
+    const int64_t rows = runs_[r].end - runs_[r].begin;
     if (!tasks_.empty()) {
       Joined& last = tasks_.back();
-      const int64_t rows = last.rows + run.end - run.begin;
-      if ((int64_t)(r - last.first) < joined_runs && rows * group_ <= TASK_QUERIES &&
-          is_same_block(runs_[last.first], run, run.lowest / BLOCK * BLOCK)) {
+      const Run& first = runs_[last.first];
+      if ((last.rows + rows) * group_ <= TASK_QUERIES &&
+          is_same_block(first, runs_[r], first.lowest / BLOCK * BLOCK)) {
         last.last = r + 1;
-        last.rows = rows;
+        last.rows += rows;
+        last.lowest = std::min(last.lowest, runs_[r].lowest);
+        last.highest = std::max(last.highest, runs_[r].highest);
         continue;
       }
     }
-    tasks_.push_back({r, r + 1, run.end - run.begin});
+    tasks_.push_back({r, r + 1, rows, runs_[r].lowest, runs_[r].highest});
   }
-  // Late rows see most positions: start with them.
-  std::stable_sort(tasks_.begin(), tasks_.end(), [this](const Joined& a, const Joined& b) {
-    return runs_[a.first].highest > runs_[b.first].highest;
-  });
-  // Few pieces: cut the heads of a group apart too, at the price of transposing K again.
-  const int64_t made = (int64_t)tasks_.size() * num_kv_heads;
-  const int64_t cuts = made ? (wanted + made - 1) / made : 1;
-  heads_per_task_ = std::max<int64_t>(1, (group_ + cuts - 1) / cuts);
-  head_runs_ = num_kv_heads * ((group_ + heads_per_task_ - 1) / heads_per_task_);
-  for (const Joined& task : tasks_) max_rows_ = std::max(max_rows_, task.rows);
+  cut_tasks(num_kv_heads, 2 * num_threads);
 }
 
 // Runs of rows of one sequence, those of sequences with equal beginnings side by side.
-void AttentionPlan::cut_rows(int64_t page_size, int64_t window) {
-  page_size_ = page_size;
+void AttentionPlan::cut_rows(int64_t window) {
   const int64_t most = std::max<int64_t>(1, TASK_QUERIES / group_);
   for (int64_t b = 0; b < batch_->num_sequences; ++b) {
     const int64_t end = batch_->qo_indptr[b + 1];
@@ -317,77 +356,155 @@ void AttentionPlan::cut_rows(int64_t page_size, int64_t window) {
   });
 }
 
+// Tasks into pieces, at least `wanted` if that can be: a few rows keep all kv heads in one piece
+// (their K and V are neighbours in memory); where tasks are few, spans are computed apart.
+void AttentionPlan::cut_tasks(int64_t num_kv_heads, int64_t wanted) {
+  int64_t num_spans = 0;
+  for (const Joined& task : tasks_) {
+    max_rows_ = std::max(max_rows_, task.rows);
+    max_spans_ = std::max(max_spans_, spans(task));
+    num_spans += spans(task);
+  }
+  const int64_t num_tasks = (int64_t)tasks_.size();
+  const bool is_few = max_rows_ <= FEW_TASK_ROWS;
+  const bool all_heads = is_few && std::max(num_tasks, num_spans) >= wanted;
+  kv_heads_per_piece_ = all_heads ? num_kv_heads : 1;
+  head_runs_ = num_kv_heads / kv_heads_per_piece_;
+  is_apart_ = num_tasks * head_runs_ < wanted && max_spans_ > 1;
+  for (size_t t = 0; t < tasks_.size(); ++t) {
+    tasks_[t].first_row = num_rows_;
+    num_rows_ += tasks_[t].rows;
+    const int64_t first = tasks_[t].lowest / SPAN, last = first + spans(tasks_[t]);
+    for (int64_t span = first; is_apart_ && span < last; ++span)
+      pieces_.push_back({t, span, span + 1});
+    if (!is_apart_) pieces_.push_back({t, first, last});
+  }
+  // Long pieces first, so that no member is left alone with one.
+  std::stable_sort(pieces_.begin(), pieces_.end(), [this](const Piece& a, const Piece& b) {
+    return (a.last - a.first) * tasks_[a.task].rows > (b.last - b.first) * tasks_[b.task].rows;
+  });
+  if (!is_apart_) return;
+  partial_.reset(new float[(size_t)(num_rows_ * num_heads_ * max_spans_ * (dp_ + 2))]);
+  num_done_.reset(new std::atomic<int64_t>[(size_t)(num_tasks * head_runs_)]());
+}
+
+int64_t AttentionPlan::spans(const Joined& task) {
+  return task.highest / SPAN - task.lowest / SPAN + 1;
+}
+
 // Whether both runs read the block, from the same pages.
 bool AttentionPlan::is_same_block(const Run& a, const Run& b, int64_t first) const {
   for (const Run* run : {&a, &b})
     if (first > run->highest || first + BLOCK <= run->lowest) return false;
   const int64_t page = first / page_size_;
   const auto slice_end = [&](const Run& run) {
-    const int64_t last = std::min(run.highest, first + BLOCK - 1) / page_size_;
-    return last + 1;
+    return std::min(run.highest, first + BLOCK - 1) / page_size_ + 1;
   };
   const int64_t end = slice_end(a);
   return end == slice_end(b) && std::equal(pages(a) + page, pages(a) + end, pages(b) + page);
 }
 
-int64_t AttentionPlan::scratch_floats(int64_t head_dim) const {
-  return task_floats(max_rows_ * heads_per_task_, head_dim);
+int64_t AttentionPlan::scratch_floats() const {
+  return task_floats(max_rows_ * kv_heads_per_piece_ * group_, dp_);
 }
 
-void AttentionPlan::run(const AttentionInput& in, int64_t index, float* scratch) const {
-  const Joined& joined = tasks_[(size_t)(index / head_runs_)];
-  const int64_t per_group = head_runs_ / in.num_kv_heads;
-  const int64_t kv_head = index % head_runs_ / per_group;
-  const int64_t head = kv_head * group_ + index % per_group * heads_per_task_;
-  const int64_t heads = std::min(heads_per_task_, (kv_head + 1) * group_ - head);
-  const int64_t d = in.head_dim;
+void AttentionPlan::run(const AttentionInput& in, int64_t index, float* scratch) {
+  const Piece& piece = pieces_[(size_t)(index / head_runs_)];
+  const Joined& joined = tasks_[piece.task];
+  const int64_t kv_head = index % head_runs_ * kv_heads_per_piece_;
+  const int64_t num_queries = joined.rows * kv_heads_per_piece_ * group_;
   Task task;
-  place(&task, joined.rows * heads, d, scratch);
-
-  const float scale = 1.0f / std::sqrt((float)d);
-  int64_t lowest = std::numeric_limits<int64_t>::max(), highest = 0, i = 0;
-  for (size_t r = joined.first; r < joined.last; ++r) {
-    lowest = std::min(lowest, runs_[r].lowest);
-    highest = std::max(highest, runs_[r].highest);
-    for (int64_t row = runs_[r].begin; row < runs_[r].end; ++row)
-      for (int64_t h = head; h < head + heads; ++h, ++i) {
-        const float* q = in.q + row * in.q_stride + h * d;
-        for (int64_t j = 0; j < d; ++j) task.q[i * d + j] = q[j] * scale;
-        task.position[i] = batch_->positions[row];
-        task.maximum[i] = -std::numeric_limits<float>::infinity();
-        task.sum[i] = 0.0f;
-      }
+  place(&task, num_queries, in.head_dim, scratch);
+  const float scale = 1.0f / std::sqrt((float)in.head_dim);
+  for_queries(joined, kv_head, [&](int64_t i, int64_t row, int64_t, int64_t head) {
+    const float* q = in.q + row * in.q_stride + head * in.head_dim;
+    for (int64_t j = 0; j < in.head_dim; ++j) task.q[i * in.head_dim + j] = q[j] * scale;
+    task.position[i] = batch_->positions[row];
+  });
+  for (int64_t span = piece.first; span < piece.last; ++span) {
+    const int64_t begin = std::max(joined.lowest / BLOCK * BLOCK, span * SPAN);
+    const int64_t end = std::min(joined.highest + 1, (span + 1) * SPAN);
+    for (int64_t first = begin; first < end; first += BLOCK)
+      for (int64_t h = 0; h < kv_heads_per_piece_; ++h)
+        run_block(in, joined, &task, kv_head + h, h * joined.rows * group_, first);
+    finish_span(&task, num_queries);
   }
-  for (int64_t first = lowest / BLOCK * BLOCK; first <= highest; first += BLOCK)
-    run_block(in, joined, &task, kv_head, heads, first);
-  i = 0;
-  for (size_t r = joined.first; r < joined.last; ++r)
-    for (int64_t row = runs_[r].begin; row < runs_[r].end; ++row)
-      for (int64_t h = head; h < head + heads; ++h, ++i) {
-        float* out = in.out + (row * num_heads_ + h) * d;
-        const float inverse = 1.0f / task.sum[i];
-        for (int64_t j = 0; j < d; ++j) out[j] = task.out[i * task.dp + j] * inverse;
-      }
+  if (is_apart_) return keep_partial(in, piece, kv_head, task, index % head_runs_);
+  for_queries(joined, kv_head, [&](int64_t i, int64_t row, int64_t, int64_t head) {
+    write(in, row, head, {task.total_maximum[i], task.total_sum[i], task.total + i * dp_});
+  });
 }
 
-// One block for every run of the task that reads it: neighbours with equal pages together.
-void AttentionPlan::run_block(const AttentionInput& in, const Joined& joined, Task* task,
-                              int64_t kv_head, int64_t heads, int64_t first) const {
+// Keeps the result of one span; whoever is last merges the spans in their order.
+void AttentionPlan::keep_partial(const AttentionInput& in, const Piece& piece, int64_t kv_head,
+                                 const Task& task, int64_t head_run) {
+  const Joined& joined = tasks_[piece.task];
+  const int64_t first = joined.lowest / SPAN, count = spans(joined);
+  const auto slot = [&](int64_t task_row, int64_t head, int64_t span) {
+    const int64_t at = ((joined.first_row + task_row) * num_heads_ + head) * max_spans_ + span;
+    return partial_.get() + at * (dp_ + 2);
+  };
+  for_queries(joined, kv_head, [&](int64_t i, int64_t, int64_t task_row, int64_t head) {
+    float* at = slot(task_row, head, piece.first - first);
+    at[0] = task.total_maximum[i];
+    at[1] = task.total_sum[i];
+    std::copy_n(task.total + i * dp_, dp_, at + 2);
+  });
+  std::atomic<int64_t>& done = num_done_[(size_t)((int64_t)piece.task * head_runs_ + head_run)];
+  if (done.fetch_add(1) + 1 < count) return;
+  done.store(0);  // for the next layer
+  for_queries(joined, kv_head, [&](int64_t i, int64_t row, int64_t task_row, int64_t head) {
+    Running total{-std::numeric_limits<float>::infinity(), 0.0f, task.total + i * dp_};
+    std::fill_n(total.out, dp_, 0.0f);
+    for (int64_t span = 0; span < count; ++span) {
+      float* at = slot(task_row, head, span);
+      merge(&total, {at[0], at[1], at + 2}, dp_);
+    }
+    write(in, row, head, total);
+  });
+}
+
+void AttentionPlan::write(const AttentionInput& in, int64_t row, int64_t head,
+                          const Running& result) const {
+  float* out = in.out + (row * num_heads_ + head) * in.head_dim;
+  const float inverse = 1.0f / result.sum;
+  for (int64_t j = 0; j < in.head_dim; ++j) out[j] = result.out[j] * inverse;
+}
+
+// visit(query of the task, row of the step, row of the task, head): kv head by kv head.
+template <typename Visit>
+void AttentionPlan::for_queries(const Joined& joined, int64_t kv_head, Visit visit) const {
   int64_t query = 0;
+  for (int64_t h = kv_head; h < kv_head + kv_heads_per_piece_; ++h) {
+    int64_t task_row = 0;
+    for (size_t r = joined.first; r < joined.last; ++r)
+      for (int64_t row = runs_[r].begin; row < runs_[r].end; ++row, ++task_row)
+        for (int64_t head = h * group_; head < (h + 1) * group_; ++head)
+          visit(query++, row, task_row, head);
+  }
+}
+
+// One block and kv head for every run of the task that reads it: neighbours with equal pages
+// together. `query` is the first of the kv head.
+void AttentionPlan::run_block(const AttentionInput& in, const Joined& joined, Task* task,
+                              int64_t kv_head, int64_t query, int64_t first) const {
   for (size_t r = joined.first; r < joined.last;) {
     const Run& leader = runs_[r];
-    int64_t end = query + (leader.end - leader.begin) * heads, highest = leader.highest;
+    int64_t end = query + (leader.end - leader.begin) * group_, highest = leader.highest;
     size_t next = r + 1;
     for (; next < joined.last && is_same_block(leader, runs_[next], first); ++next) {
-      end += (runs_[next].end - runs_[next].begin) * heads;
+      end += (runs_[next].end - runs_[next].begin) * group_;
       highest = std::max(highest, runs_[next].highest);
     }
     if (first <= leader.highest && first + BLOCK > leader.lowest) {
       const int64_t count = std::min(highest + 1 - first, BLOCK);
       const int64_t after = std::min(leader.highest + 1 - first - BLOCK, BLOCK);
-      prefetch_block(in.v_pages, in, pages(leader), kv_head, first, count);
-      if (after > 0)
-        prefetch_block(in.k_pages, in, pages(leader), kv_head, first + BLOCK, after);
+      if (kv_head % kv_heads_per_piece_ == 0) {
+        prefetch_block(in.v_pages, in, pages(leader), kv_head, kv_heads_per_piece_, first, count);
+        if (after > 0)
+          prefetch_block(in.k_pages, in, pages(leader), kv_head, kv_heads_per_piece_,
+                         first + BLOCK, after);
+      }
       gather_block(task, in, pages(leader), kv_head, first, count);
       attend_block(task, query, end, first, count, in.window);
     }

@@ -25,7 +25,7 @@ PM_INLINE I load_int(const unsigned char* p) {
 // sums += dot products of one group of signed bytes
 template <int R>
 PM_INLINE void add_int8(const unsigned char* w, const int32_t* x, Sums<R>& sums) {
-  PM_UNROLL for (int step = 0; step < STEPS; ++step) {
+  PM_UNROLL_VECTOR for (int step = 0; step < STEPS; ++step) {
     I weights[NV];
     PM_UNROLL for (int v = 0; v < NV; ++v) {
       const unsigned char* at = w + (step * PW + v * W) * 4;
@@ -44,7 +44,7 @@ PM_INLINE void add_int8(const unsigned char* w, const int32_t* x, Sums<R>& sums)
 template <int R>
 PM_INLINE void add_uint4(const unsigned char* w, const int32_t* x, Sums<R>& sums) {
   const I low_nibbles = splat_int(0x0F0F0F0F);
-  PM_UNROLL for (int step = 0; step < STEPS / 2; ++step) {
+  PM_UNROLL_VECTOR for (int step = 0; step < STEPS / 2; ++step) {
     I low[NV], high[NV];
     PM_UNROLL for (int v = 0; v < NV; ++v) {
       const unsigned char* at = w + (step * PW + v * W) * 4;

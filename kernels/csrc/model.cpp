@@ -167,7 +167,7 @@ class Member {
     input.head_dim = shape_.head_dim;
     input.window = shape_.sliding_window;
     input.out = s_.attended;
-    share(s_.plan.num_tasks(), 1,
+    share(s_.plan.num_pieces(), 1,
           [&](int64_t task, int64_t) { s_.plan.run(input, task, private_); });
   }
 
@@ -248,7 +248,7 @@ void lay_out(Step* s) {
   widest = widest > attended ? widest : attended;
   const int64_t packed = (packed_bytes(PM_F32, t, widest) + 3) / 4;
   const int64_t few = aligned((packed_bytes(PM_F32, FEW_ROWS, widest) + 3) / 4) + 64;
-  const int64_t attention = s->plan.scratch_floats(d);
+  const int64_t attention = s->plan.scratch_floats();
   s->private_floats = aligned(attention > widest ? attention : widest) + 64;
   const int64_t total = 16 + aligned(t * shape.hidden_size) + aligned(t * qkv) +
                         aligned(t * 2 * shape.intermediate_size) + aligned(t * attended) +
@@ -363,8 +363,8 @@ int pm_model_forward(PmModel* model, const PmBatch* batch, float* kv, int64_t nu
                   num_pages,
                   page_size,
                   logits,
-                  pm::AttentionPlan(batch, shape.num_heads, shape.num_kv_heads, page_size,
-                                    shape.sliding_window, threads),
+                  pm::AttentionPlan(batch, shape.num_heads, shape.num_kv_heads, shape.head_dim,
+                                    page_size, shape.sliding_window, threads),
                   std::vector<pm::Counter>(
                       (size_t)(shape.num_layers * pm::PHASES_PER_LAYER + 3)),
                   threads,

@@ -23,6 +23,11 @@
 
 #define PM_INLINE inline __attribute__((always_inline))
 #define PM_UNROLL _Pragma("GCC unroll 64")
+#if PM_W == 4
+#define PM_UNROLL_VECTOR  // the portable build: small code and a short compilation
+#else
+#define PM_UNROLL_VECTOR PM_UNROLL
+#endif
 
 namespace pm {
 

@@ -11,8 +11,8 @@ import pytest
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.cpu import build, ops
 
-POOL_TOKENS = 1024
-LENGTHS = ((1, 1), (70, 1), (63, 2), (64, 64), (200, 37), (129, 129))  # (tokens, of them new)
+POOL_TOKENS = 2048
+LENGTHS = ((1, 1), (570, 1), (63, 2), (64, 64), (700, 37), (129, 129))  # (tokens, of them new)
 
 
 @pytest.fixture(scope="module", params=build.instruction_sets())
