@@ -20,9 +20,6 @@
 
 namespace pm {
 
-constexpr int64_t BLOCK = 64;
-constexpr int64_t SPAN = 256;  // a multiple of BLOCK
-
 // The running softmax of one query: weights relative to `maximum`, their sum, and sum * V.
 struct Running {
   float maximum, sum;
@@ -58,10 +55,6 @@ constexpr int QUERIES = 6;  // queries per tile: 6 x 4 accumulators of 32 regist
 #else
 constexpr int QUERIES = 3;  // 3 x 4 of 16
 #endif
-constexpr int64_t FEW_TASK_ROWS = 4;
-constexpr int64_t TASK_QUERIES = 48;  // query rows x heads of one task, at most, if rows allow
-
-int64_t padded(int64_t d) { return (d + W - 1) / W * W; }
 
 // scores[r][i] = sum over d of q[r][d] * kt[d][i], for CHUNK vectors of positions.
 template <int R>
@@ -306,103 +299,6 @@ void attend_block(Task* task, int64_t first_query, int64_t last_query, int64_t f
 }
 
 }  // namespace
-
-AttentionPlan::AttentionPlan(const PmBatch* batch, int64_t num_heads, int64_t num_kv_heads,
-                             int64_t head_dim, int64_t page_size, int64_t window, int num_threads)
-    : batch_(batch),
-      num_heads_(num_heads),
-      group_(num_heads / num_kv_heads),
-      dp_(padded(head_dim)),
-      page_size_(page_size) {
-  cut_rows(window);
-  // Rows of different sequences join one task when they read the same first block.
-  for (size_t r = 0; r < runs_.size(); ++r) {
-    const int64_t rows = runs_[r].end - runs_[r].begin;
-    if (!tasks_.empty()) {
-      Joined& last = tasks_.back();
-      const Run& first = runs_[last.first];
-      if ((last.rows + rows) * group_ <= TASK_QUERIES &&
-          is_same_block(first, runs_[r], first.lowest / BLOCK * BLOCK)) {
-        last.last = r + 1;
-        last.rows += rows;
-        last.lowest = std::min(last.lowest, runs_[r].lowest);
-        last.highest = std::max(last.highest, runs_[r].highest);
-        continue;
-      }
-    }
-    tasks_.push_back({r, r + 1, rows, runs_[r].lowest, runs_[r].highest});
-  }
-  cut_tasks(num_kv_heads, 2 * num_threads);
-}
-
-// Runs of rows of one sequence, those of sequences with equal beginnings side by side.
-void AttentionPlan::cut_rows(int64_t window) {
-  const int64_t most = std::max<int64_t>(1, TASK_QUERIES / group_);
-  for (int64_t b = 0; b < batch_->num_sequences; ++b) {
-    const int64_t end = batch_->qo_indptr[b + 1];
-    for (int64_t row = batch_->qo_indptr[b]; row < end; row += most) {
-      Run run{b, row, std::min(row + most, end), std::numeric_limits<int64_t>::max(), 0};
-      for (int64_t i = run.begin; i < run.end; ++i) {
-        const int64_t position = batch_->positions[i];
-        const int64_t oldest = window > 0 && position >= window ? position - window + 1 : 0;
-        run.lowest = std::min(run.lowest, oldest);
-        run.highest = std::max(run.highest, position);
-      }
-      runs_.push_back(run);
-    }
-  }
-  std::stable_sort(runs_.begin(), runs_.end(), [this](const Run& a, const Run& b) {
-    return std::lexicographical_compare(pages(a), pages_end(a), pages(b), pages_end(b));
-  });
-}
-
-// Tasks into pieces, at least `wanted` if that can be: a few rows keep all kv heads in one piece
-// (their K and V are neighbours in memory); where tasks are few, spans are computed apart.
-void AttentionPlan::cut_tasks(int64_t num_kv_heads, int64_t wanted) {
-  int64_t num_spans = 0;
-  for (const Joined& task : tasks_) {
-    max_rows_ = std::max(max_rows_, task.rows);
-    max_spans_ = std::max(max_spans_, spans(task));
-    num_spans += spans(task);
-  }
-  const int64_t num_tasks = (int64_t)tasks_.size();
-  const bool is_few = max_rows_ <= FEW_TASK_ROWS;
-  const bool all_heads = is_few && std::max(num_tasks, num_spans) >= wanted;
-  kv_heads_per_piece_ = all_heads ? num_kv_heads : 1;
-  head_runs_ = num_kv_heads / kv_heads_per_piece_;
-  is_apart_ = num_tasks * head_runs_ < wanted && max_spans_ > 1;
-  for (size_t t = 0; t < tasks_.size(); ++t) {
-    tasks_[t].first_row = num_rows_;
-    num_rows_ += tasks_[t].rows;
-    const int64_t first = tasks_[t].lowest / SPAN, last = first + spans(tasks_[t]);
-    for (int64_t span = first; is_apart_ && span < last; ++span)
-      pieces_.push_back({t, span, span + 1});
-    if (!is_apart_) pieces_.push_back({t, first, last});
-  }
-  // Long pieces first, so that no member is left alone with one.
-  std::stable_sort(pieces_.begin(), pieces_.end(), [this](const Piece& a, const Piece& b) {
-    return (a.last - a.first) * tasks_[a.task].rows > (b.last - b.first) * tasks_[b.task].rows;
-  });
-  if (!is_apart_) return;
-  partial_.reset(new float[(size_t)(num_rows_ * num_heads_ * max_spans_ * (dp_ + 2))]);
-  num_done_.reset(new std::atomic<int64_t>[(size_t)(num_tasks * head_runs_)]());
-}
-
-int64_t AttentionPlan::spans(const Joined& task) {
-  return task.highest / SPAN - task.lowest / SPAN + 1;
-}
-
-// Whether both runs read the block, from the same pages.
-bool AttentionPlan::is_same_block(const Run& a, const Run& b, int64_t first) const {
-  for (const Run* run : {&a, &b})
-    if (first > run->highest || first + BLOCK <= run->lowest) return false;
-  const int64_t page = first / page_size_;
-  const auto slice_end = [&](const Run& run) {
-    return std::min(run.highest, first + BLOCK - 1) / page_size_ + 1;
-  };
-  const int64_t end = slice_end(a);
-  return end == slice_end(b) && std::equal(pages(a) + page, pages(a) + end, pages(b) + page);
-}
 
 int64_t AttentionPlan::scratch_floats() const {
   return task_floats(max_rows_ * kv_heads_per_piece_ * group_, dp_);

@@ -134,7 +134,11 @@ void add_row(const float* x, int64_t count, float* y);  // y += x
 // One head, rotate-half: x [D]; cos, sin [D / 2] of the position.
 void rope_head(float* x, int64_t d, const float* cos_row, const float* sin_row);
 
-// ---- attention (attention.cpp) -----------------------------------------------------------------
+// ---- attention (attention.cpp, attention_plan.cpp) ----------------------------------------------
+
+constexpr int64_t BLOCK = 64;  // positions
+constexpr int64_t SPAN = 256;  // positions; a multiple of BLOCK
+inline int64_t padded(int64_t d) { return (d + W - 1) / W * W; }
 
 struct AttentionInput {
   const PmBatch* batch;
