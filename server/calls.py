@@ -8,6 +8,7 @@ call.close()                        aborts what is unfinished; exactly one owner
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -109,7 +110,7 @@ class Call:
         if remaining <= 0:
             self._stream.fail(ErrorInfo(code="deadline", message="the request took too long"))
         wait_s = remaining if timeout_s is None else min(timeout_s, remaining)
-        outputs = await self._stream.next(max(wait_s, 0.0))
+        outputs = merged(await self._stream.next(max(wait_s, 0.0)))
         if outputs and self.first_output is None:
             self.first_output = time.monotonic()
         result = []
@@ -140,6 +141,26 @@ class Call:
             self._watcher.cancel()
         self._stream.close()
         self._on_close(self)
+
+
+def merged(outputs: Sequence[Output]) -> list[Output]:
+    """At most one Output per request: a reader that fell behind gets the steps it missed as one.
+
+    Otherwise an event that tells the state so far would tell a later one.
+    """
+    latest: dict[str, Output] = {}
+    for output in outputs:
+        earlier = latest.get(output.request_id)
+        if earlier is not None:
+            output = dataclasses.replace(
+                output,
+                token_ids=earlier.token_ids + output.token_ids,
+                text=earlier.text + output.text,
+                logprobs=earlier.logprobs + output.logprobs,
+                prompt_logprobs=earlier.prompt_logprobs or output.prompt_logprobs,
+            )
+        latest[output.request_id] = output
+    return list(latest.values())
 
 
 async def _watch(receive: Receive, stream: OutputStream) -> None:

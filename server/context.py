@@ -23,6 +23,10 @@ from .remote_engine import AsyncEngine, EngineState
 from .schemas import Body, parse_json, to_struct
 from .text_service import TextService
 
+# A body over the limit is read on, and dropped, up to so many times the limit: a client that still
+# sends when the connection closes would see a reset instead of the answer.
+_LINGER = 4
+
 
 @dataclass(slots=True)
 class ServerContext:
@@ -133,15 +137,18 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
         ApiError: 413 or 408.
     """
     declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > config.max_body_bytes:
-        raise _too_large(config)
+    too_large = declared.isdecimal() and int(declared) > config.max_body_bytes
     body = bytearray()
+    num_bytes = 0
     try:
         async with asyncio.timeout(config.body_timeout_s):
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > config.max_body_bytes:
-                    raise _too_large(config)
+                num_bytes += len(chunk)
+                too_large = too_large or num_bytes > config.max_body_bytes
+                if not too_large:
+                    body += chunk
+                elif num_bytes > _LINGER * config.max_body_bytes:
+                    break
     except TimeoutError:
         raise ApiError(
             408,
@@ -151,6 +158,8 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
         ) from None
     except ClientDisconnect:
         raise ApiError(400, "the body ended early", code="invalid_json") from None
+    if too_large:
+        raise _too_large(config)
     return bytes(body)
 
 
