@@ -10,11 +10,12 @@ from .request import Limits
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     token_budget: int = 512  # most tokens in one step: decodes first, prefill chunks fill the rest
+    mixed_chunk_tokens: int = 64  # most prefill tokens in a step that decodes too
     max_running: int = 64  # sequences that hold pages
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "max_running"):
+        for name in ("token_budget", "mixed_chunk_tokens", "max_running"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be >= 1")
 

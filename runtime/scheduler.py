@@ -109,7 +109,10 @@ class Scheduler:
         self._now = now
         plan = StepPlan()
         self._plan_decodes(plan)
-        self._plan_chunks(plan, self._config.token_budget - len(plan.decodes))
+        budget = self._config.token_budget - len(plan.decodes)
+        if plan.decodes:  # what prefills take of this step, the running streams wait for
+            budget = min(budget, self._config.mixed_chunk_tokens)
+        self._plan_chunks(plan, budget)
         return plan
 
     def claim(self, plan: StepPlan) -> StepPlan:

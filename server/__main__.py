@@ -38,6 +38,7 @@ _ENGINE_HELP = {
     "grammar_cache_bytes": "memory for compiled grammars",
     "seed": "gives seeds to requests without one",
     "token_budget": "most tokens in one step",
+    "mixed_chunk_tokens": "most prefill tokens in a step that decodes too",
     "max_running": "sequences that hold pages",
     "prefix_cache": "share prefixes among requests",
 }

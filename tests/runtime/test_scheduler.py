@@ -126,12 +126,25 @@ def test_equal_prompts_share_all_but_the_last_page() -> None:
 
 def test_a_step_is_filled_to_the_budget() -> None:
     rng = random.Random(2)
-    engine, recorder = recorded(num_pages=1024, token_budget=576, max_running=65)
+    engine, recorder = recorded(
+        num_pages=1024, token_budget=576, mixed_chunk_tokens=576, max_running=65
+    )
     engine.submit([request(f"{i}", random_ids(rng, 4), 50) for i in range(64)])
     engine.step()
     engine.submit([request("long", random_ids(rng, 2000), 1)])
     engine.step()
     assert recorder.rows[-1] == [1] * 64 + [512]
+
+
+def test_a_long_prompt_takes_small_chunks_while_others_decode_and_large_ones_alone() -> None:
+    rng = random.Random(2)
+    engine, recorder = recorded(num_pages=1024, token_budget=256, mixed_chunk_tokens=32)
+    engine.submit([request("short", random_ids(rng, 4), 4)])
+    engine.step()
+    engine.submit([request("long", random_ids(rng, 600), 1)])
+    finish(engine)
+    chunks = [rows for rows in recorder.rows[1:] if sum(rows)]
+    assert chunks == [[1, 32]] * 3 + [[256], [248]]
 
 
 def test_decodes_beyond_the_budget_take_turns() -> None:
