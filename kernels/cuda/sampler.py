@@ -312,19 +312,22 @@ def sample(
     min_ps: Tensor,
     randoms: Tensor,
     wants_logprob: Tensor,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(ids [S] int32, logprobs [S] float32, NaN where not wanted); -1: the row is not finite.
 
     raw, edited [S, V] float32: the logits, and those with penalties and biases (may be the same
     tensor); masks [S, W] int32 or None; per row [S]: has_masks, targets, top_ks, wants_logprob
-    int32, temperatures, top_ps, min_ps float32, randoms float64 in [0, 1).
+    int32, temperatures, top_ps, min_ps float32, randoms float64 in [0, 1). Both results lie in
+    `out` [2, S] int32, the second row bit by bit.
     """
     check("raw", raw, ndim=2, dtypes=(torch.float32,))
     check("edited", edited, ndim=2, dtypes=(torch.float32,))
     check("randoms", randoms, ndim=1, dtypes=(torch.float64,))
     num_rows, vocab_size = raw.shape
-    ids = torch.empty(num_rows, dtype=torch.int32, device=raw.device)
-    logprobs = torch.empty(num_rows, dtype=torch.float32, device=raw.device)
+    if out is None:
+        out = torch.empty(2, num_rows, dtype=torch.int32, device=raw.device)
+    ids, logprobs = out[0], out[1].view(torch.float32)
     if num_rows:
         masks = has_masks.view(-1, 1) if masks is None else masks
         sample_kernel[(num_rows,)](

@@ -31,7 +31,7 @@ def attend_tile(
     offset = slot[:, None] + dim[None, :]
     inside = there[:, None] & (dim < HEAD_DIM)[None, :]
     key = tl.load(keys + offset, mask=inside, other=0.0).to(queries.dtype)
-    scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+    scores = tl.dot(queries, tl.trans(key), input_precision="tf32x3") * scale
     seen = (at[None, :] <= positions[:, None]) & there[None, :]
     if WINDOW > 0:
         seen = seen & (at[None, :] > positions[:, None] - WINDOW)
@@ -43,7 +43,7 @@ def attend_tile(
     total = total * shrink + tl.sum(weights, axis=1)
     value = tl.load(values + offset, mask=inside, other=0.0).to(queries.dtype)
     acc = acc * shrink[:, None]
-    acc = tl.dot(weights.to(queries.dtype), value, acc, input_precision="ieee")
+    acc = tl.dot(weights.to(queries.dtype), value, acc, input_precision="tf32x3")
     return acc, highest, total
 
 

@@ -34,15 +34,20 @@ class Tiles:
     num_stages: int
 
 
-def wide_tiles(head_dim: int) -> Tiles:
+def wide_tiles(head_dim: int, element_bytes: int = 2) -> Tiles:
     """Tiles of extend, of shared items, and of everything that must give equal bits."""
+    if element_bytes > 2:  # float32 is for comparisons: small tiles, three products each
+        block_m, block_n = (32, 32) if head_dim <= 64 else (16, 16)
+        return Tiles(block_m=block_m, block_n=block_n, num_warps=4, num_stages=1)
     if head_dim > 128:
         return Tiles(block_m=64, block_n=32, num_warps=8, num_stages=2)
     return Tiles(block_m=64, block_n=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3)
 
 
-def narrow_tiles(head_dim: int, group: int) -> Tiles:
+def narrow_tiles(head_dim: int, group: int, element_bytes: int = 2) -> Tiles:
     """Tiles of decode when no page is shared and bits may differ from extend's."""
+    if element_bytes > 2:
+        return wide_tiles(head_dim, element_bytes)
     block_m = max(MIN_BLOCK_M, padded(group))
     return Tiles(block_m=block_m, block_n=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
 
@@ -93,10 +98,13 @@ class TritonAttention:
         self._share = share
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._group_pad = padded(group)
-        self._wide = wide_tiles(head_dim)
+        element_bytes = pool.keys(0).element_size()
+        self._wide = wide_tiles(head_dim, element_bytes)
         if self._group_pad > self._wide.block_m:
-            raise ValueError(f"{group} query heads per kv head are not supported; at most 64")
-        self._narrow = self._wide if deterministic else narrow_tiles(head_dim, group)
+            raise ValueError(
+                f"{group} query heads per kv head are not supported; at most {self._wide.block_m}"
+            )
+        self._narrow = self._wide if deterministic else narrow_tiles(head_dim, group, element_bytes)
         self._programs = _num_programs(pool)
         self._constants = {
             "NUM_HEADS": num_heads,
@@ -114,6 +122,11 @@ class TritonAttention:
     @property
     def pool(self) -> PagedKVPool:
         return self._pool
+
+    @property
+    def tiles_alone(self) -> Tiles:
+        """Tiles of a decode step in which no page is shared."""
+        return self._narrow
 
     @property
     def write_slots(self) -> Tensor:

@@ -1,0 +1,207 @@
+"""Timing on the device, random models of real shapes, and results as JSON and a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from palmette.kernels.batch import ForwardBatch
+from palmette.runtime.models.config import ModelConfig
+from palmette.runtime.models.layout import decoder_layout
+
+L2_BYTES = 64 << 20
+
+
+def model(name: str, **values: Any) -> ModelConfig:
+    return ModelConfig(architecture=name, context_length=32768, rms_eps=1e-6, **values)
+
+
+MODELS = {
+    "smollm2-135m": model(
+        "llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30,
+        num_heads=9, num_kv_heads=3, head_dim=64, rope_theta=1e5, tie_embeddings=True,
+    ),
+    "qwen3-0.6b": model(
+        "qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_layers=28,
+        num_heads=16, num_kv_heads=8, head_dim=128, rope_theta=1e6, tie_embeddings=True,
+        qk_norm=True,
+    ),
+    "llama-3.1-8b": model(
+        "llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32,
+        num_heads=32, num_kv_heads=8, head_dim=128, rope_theta=5e5,
+    ),
+}  # fmt: skip
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    """bf16 bytes that a step reads: all matrices, the embedding only where it is the head."""
+    layout = decoder_layout(config)
+    total = sum(int(np.prod(shape)) for shape in layout.values())
+    if not config.tie_embeddings:
+        total -= int(np.prod(layout["model.embed_tokens.weight"]))
+    return 2 * total
+
+
+def kv_bytes(config: ModelConfig) -> int:
+    return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+
+
+def random_loader(
+    config: ModelConfig, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[str], torch.Tensor]:
+    layout = decoder_layout(config)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def load(name: str) -> torch.Tensor:
+        shape = layout[name]
+        noise = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        scale = 1.0 / np.sqrt(shape[-1]) if len(shape) == 2 else 0.1
+        noise = noise * scale
+        return (noise + 1 if "norm" in name else noise).to(dtype)
+
+    return load
+
+
+def checkpoint_of(config: ModelConfig) -> Any:
+    return SimpleNamespace(config=config)
+
+
+def decode_batch(
+    lengths: list[int], page_size: int, *, shared: int = 0, seed: int = 0, num_pages: int
+) -> ForwardBatch:
+    """One new token per sequence, contexts of `lengths` with it, the first `shared` in common."""
+    free = np.random.default_rng(seed).permutation(num_pages).astype(np.int32)
+    common, used = free[: shared // page_size], shared // page_size
+    pages, kv, slots = [], [0], []
+    for length in lengths:
+        own = -(-length // page_size) - len(common)
+        listed = np.concatenate((common, free[used : used + own]))
+        used += own
+        pages.append(listed)
+        kv.append(kv[-1] + len(listed))
+        slots.append(listed[(length - 1) // page_size] * page_size + (length - 1) % page_size)
+    count = len(lengths)
+    ends = np.array(lengths, np.int32)
+    return ForwardBatch(
+        token_ids=np.arange(count, dtype=np.int32) + 5,
+        positions=ends - 1,
+        kv_slots=np.array(slots, np.int32),
+        qo_indptr=np.arange(count + 1, dtype=np.int32),
+        kv_indptr=np.array(kv, np.int32),
+        kv_page_ids=np.concatenate(pages),
+        kv_last_page_len=((ends - 1) % page_size + 1).astype(np.int32),
+        sample_rows=np.arange(count, dtype=np.int32),
+    )
+
+
+def prefill_batch(new: int, cached: int, page_size: int) -> ForwardBatch:
+    """One chunk of one sequence, of which the last row is sampled."""
+    positions = np.arange(cached, cached + new, dtype=np.int32)
+    count = -(-(cached + new) // page_size)
+    return ForwardBatch(
+        token_ids=positions % 1000,
+        positions=positions,
+        kv_slots=positions,
+        qo_indptr=np.array([0, new], np.int32),
+        kv_indptr=np.array([0, count], np.int32),
+        kv_page_ids=np.arange(count, dtype=np.int32),
+        kv_last_page_len=np.array([(cached + new - 1) % page_size + 1], np.int32),
+        sample_rows=np.array([new - 1], np.int32),
+    )
+
+
+def device_ms(function: Callable[[], Any], *, repeat: int = 20, cold: bool = True) -> float:
+    """Median milliseconds on the device; cold: the L2 cache is overwritten before each."""
+    for _ in range(3):
+        function()
+    filler = torch.empty(4 * L2_BYTES, dtype=torch.int8, device="cuda") if cold else None
+    pairs = []
+    for _ in range(repeat):
+        if filler is not None:
+            filler.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+
+
+def wall_ms(function: Callable[[], Any], *, repeat: int = 30) -> float:
+    """Mean milliseconds of `repeat` calls in a row, the device included."""
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeat):
+        function()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeat * 1000
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a large copy."""
+    source = torch.empty(2 << 30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (device_ms(lambda: target.copy_(source), repeat=5) / 1000)
+
+
+def gemm_rate() -> float:
+    """FLOP per second of the library's large bf16 product on random data."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / (device_ms(lambda: a @ b, repeat=5) / 1000)
+
+
+class Results:
+    """Rows of one part: printed as they come, written as JSON at the end."""
+
+    def __init__(self, part: str) -> None:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--out", type=Path, required=True)
+        self._out: Path = parser.parse_args().out
+        self._rows: list[dict[str, Any]] = []
+        self._started = time.monotonic()
+        self._head = {
+            "part": part,
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+        }
+        self.failed = False
+
+    def add(self, **row: Any) -> None:
+        self._rows.append(row)
+        print(
+            "  ".join(
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in row.items()
+            )
+        )
+        self._write()
+
+    def check(self, name: str, passed: bool, **row: Any) -> None:
+        self.failed |= not passed
+        self.add(check=name, ok=passed, **row)
+
+    def _write(self) -> None:
+        seconds = round(time.monotonic() - self._started, 1)
+        content = {**self._head, "seconds": seconds, "rows": self._rows}
+        self._out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def finish(self) -> int:
+        self._write()
+        print(f"{time.monotonic() - self._started:.0f} s{', FAILED' if self.failed else ''}")
+        return int(self.failed)

@@ -1,0 +1,53 @@
+"""Whole steps over shared prefixes, with shared pages read once and without."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from measure import MODELS, Results, checkpoint_of, decode_batch, device_ms, random_loader, wall_ms
+
+from palmette.runtime.cuda_runner import CudaRunner
+
+PAGE = 16
+WORKLOADS = {  # rows, shared tokens, own tokens
+    "W3 64 questions about one document": (64, 8192, 128),
+    "W5 fork in 16": (16, 2048, 64),
+    "256 requests, one system prompt": (256, 1024, 128),
+}
+
+
+def main() -> int:
+    results = Results("prefix")
+    for name in ("llama-3.1-8b", "qwen3-0.6b"):
+        config = MODELS[name]
+        times: dict[tuple[str, bool], float] = {}
+        for share in (False, True):
+            runner = CudaRunner(
+                checkpoint_of(config), num_pages=60 * 1024 // PAGE, page_size=PAGE,
+                graph_rows=(16, 64, 256), share_pages=share, load=random_loader(config),
+            )  # fmt: skip
+            for workload, (rows, shared, own) in WORKLOADS.items():
+                batch = decode_batch(
+                    [shared + own] * rows, PAGE, shared=shared, num_pages=runner.pool.num_pages
+                )
+                times[workload, share] = device_ms(
+                    lambda b=batch, r=runner: r.launch(b), repeat=8, cold=False
+                )
+                host = wall_ms(lambda b=batch, r=runner: r._attention.prepare(b), repeat=10)
+                results.add(
+                    model=name, workload=workload, share=share, ms=times[workload, share],
+                    ms_host_plan=host,
+                )  # fmt: skip
+            del runner
+            torch.cuda.empty_cache()
+        for workload in WORKLOADS:
+            results.add(
+                model=name, workload=workload,
+                speedup=times[workload, False] / times[workload, True],
+            )  # fmt: skip
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Many small arrays in one copy to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .device import Device
+
+_ALIGN = 4  # words: 16 bytes, what kernels are specialised for
+_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+_DEPTH = 2  # host buffers in turn, so that one is filled while the other is copied
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    start: int  # in words of 4 bytes
+    num_words: int
+    dtype: torch.dtype
+
+
+def layout_of(
+    arrays: Mapping[str, NDArray[Any]], capacities: Mapping[str, int] | None = None
+) -> dict[str, Section]:
+    """Sections for `arrays` in their order, for at least `capacities` elements each."""
+    sections = {}
+    start = 0
+    for name, array in arrays.items():
+        length = max(array.size, (capacities or {}).get(name, 0))
+        num_words = length * array.dtype.itemsize // 4
+        sections[name] = Section(start, num_words, _DTYPES[array.dtype])
+        start += -(-num_words // _ALIGN) * _ALIGN
+    return sections
+
+
+def num_words(layout: Mapping[str, Section]) -> int:
+    return max((s.start + s.num_words for s in layout.values()), default=0)
+
+
+class Staging:
+    """Host buffers and one device buffer, which never moves unless it must grow."""
+
+    def __init__(self, device: Device, capacity: int) -> None:
+        self._device = device
+        self._turn = 0
+        self._reserve(capacity)
+
+    def _reserve(self, capacity: int) -> None:
+        self._target = torch.zeros(capacity, dtype=torch.int32, device=self._device.torch_device)
+        self._hosts = [self._device.host_buffer(capacity) for _ in range(_DEPTH)]
+        self._copied = [self._device.event() for _ in range(_DEPTH)]
+
+    def views(self, layout: Mapping[str, Section]) -> dict[str, Tensor]:
+        """The sections on the device; valid until the buffer grows."""
+        return {
+            name: self._target[s.start : s.start + s.num_words].view(s.dtype)
+            for name, s in layout.items()
+        }
+
+    def upload(self, arrays: Mapping[str, NDArray[Any]], layout: Mapping[str, Section]) -> None:
+        """Copy `arrays` to the front of their sections, in one copy; does not wait for it."""
+        end = num_words(layout)
+        if end > len(self._target):
+            self._reserve(2 * end)
+        self._turn = (self._turn + 1) % _DEPTH
+        host = self._hosts[self._turn]
+        self._copied[self._turn].synchronize()  # its last copy has been read
+        words = host.numpy()
+        last = 0
+        for name, array in arrays.items():
+            start = layout[name].start
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.int32)
+            words[start : start + len(flat)] = flat
+            last = max(last, start + len(flat))
+        if last:
+            self._device.copy(self._target[:last], host[:last])
+        self._copied[self._turn].record()

@@ -1,0 +1,129 @@
+"""The shared decoder on CUDA: fused projections, and one kernel for what lies between two of them.
+
+The same function as `decoder.Decoder`; a layer is eight launches and its attention.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from palmette.kernels.cuda import gemm
+from palmette.kernels.cuda.add_rms_norm import add_rms_norm
+from palmette.kernels.cuda.rope_write import rope_write
+from palmette.kernels.cuda.silu_mul import silu_mul
+from palmette.kernels.kv_pool import PagedKVPool
+
+from .config import ModelConfig
+from .decoder import LoadTensor
+from .layout import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
+from .rope import rope_tables
+
+
+class PlannedAttention(Protocol):
+    """Attention of a planned step, once K and V are written."""
+
+    @property
+    def pool(self) -> PagedKVPool: ...
+
+    @property
+    def write_slots(self) -> Tensor: ...
+
+    def attend(self, layer: int, q: Tensor) -> Tensor: ...
+
+
+class _Linear:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, deterministic: bool) -> None:
+        self._weight, self._bias = weight, bias
+        self._call = gemm.linear if deterministic else functional.linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._call(x, self._weight, self._bias)
+
+
+class _Layer:
+    def __init__(
+        self, config: ModelConfig, load: LoadTensor, index: int, *, deterministic: bool
+    ) -> None:
+        def joined(parts: tuple[str, ...], *, bias: bool = False) -> _Linear:
+            names = [layer_name(index, part) for part in parts]
+            weight = torch.cat([load(f"{name}.weight") for name in names])
+            added = torch.cat([load(f"{name}.bias") for name in names]) if bias else None
+            return _Linear(weight, added, deterministic=deterministic)
+
+        def vector(part: str) -> Tensor:
+            return load(layer_name(index, f"{part}.weight"))
+
+        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.qkv = joined(qkv, bias=config.qkv_bias)
+        self.output = joined(("self_attn.o_proj",))
+        self.gate_up = joined(("mlp.gate_proj", "mlp.up_proj"))
+        self.down = joined(("mlp.down_proj",))
+        self.attention_norm = vector("input_layernorm")
+        self.mlp_norm = vector("post_attention_layernorm")
+        self.q_norm = vector("self_attn.q_norm") if config.qk_norm else None
+        self.k_norm = vector("self_attn.k_norm") if config.qk_norm else None
+
+
+class FusedDecoder:
+    """Positions must be below `max_positions`.
+
+    deterministic: a row's bits do not depend on the other rows of its step; otherwise matrix
+    products are the library's, which chooses by their number.
+    """
+
+    def __init__(
+        self, config: ModelConfig, load: LoadTensor, max_positions: int, *, deterministic: bool
+    ) -> None:
+        self._config = config
+        self._embedding = load(EMBEDDING)
+        self._layers = [
+            _Layer(config, load, index, deterministic=deterministic)
+            for index in range(config.num_layers)
+        ]
+        self._norm = load(FINAL_NORM)
+        head = self._embedding if config.tie_embeddings else load(LM_HEAD)
+        self._lm_head = _Linear(head, None, deterministic=deterministic)
+        cos, sin = rope_tables(config, max_positions)
+        device = self._embedding.device
+        self._cos, self._sin = torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        sample_rows: Tensor | None,
+        attention: PlannedAttention,
+    ) -> Tensor:
+        """[T], [T], [S] int32 -> logits [S, V] float32; sample_rows None: of all rows."""
+        config, eps = self._config, self._config.rms_eps
+        residual = functional.embedding(token_ids, self._embedding)
+        x: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            if x is None:
+                x = add_rms_norm(residual, layer.attention_norm, eps)
+            else:
+                x = add_rms_norm(x, layer.attention_norm, eps, residual)
+            q = rope_write(
+                layer.qkv(x),
+                attention.pool.keys(index),
+                attention.pool.values(index),
+                positions=positions,
+                slots=attention.write_slots,
+                cos=self._cos,
+                sin=self._sin,
+                num_heads=config.num_heads,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=eps,
+            )
+            x = layer.output(attention.attend(index, q).flatten(1))
+            x = layer.gate_up(add_rms_norm(x, layer.mlp_norm, eps, residual))
+            x = layer.down(silu_mul(x))
+        assert x is not None  # a model has layers
+        if sample_rows is not None:
+            x, residual = x[sample_rows], residual[sample_rows]
+        return self._lm_head(add_rms_norm(x, self._norm, eps, residual)).float()

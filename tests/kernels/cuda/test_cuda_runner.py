@@ -1,0 +1,225 @@
+"""The CUDA runner on the CPU: kernels by Triton's interpreter, the device's calls recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from palmette.kernels.cuda.device import HostDevice
+from palmette.kernels.sampling import SampleBatch, sample_rows
+from palmette.runtime.cuda_runner import CudaRunner
+from palmette.runtime.torch_runner import TorchRunner
+from palmette.runtime.weights import open_checkpoint
+
+PROMPT = [int(token) for token in np.random.default_rng(7).integers(3, 300, 40)]
+POOL = {"num_pages": 32, "page_size": 16}
+
+
+class RecordingDevice(HostDevice):
+    """Notes what a runner asks of its device, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.calls.append("copy")
+        super().copy(target, source)
+
+    def event(self) -> Any:
+        device, plain = self, super().event()
+
+        class Event:
+            def record(self) -> None:
+                plain.record()
+
+            def synchronize(self) -> None:
+                device.calls.append("wait")
+
+        return Event()
+
+    def capture(self, function: Callable[[], None]) -> Any:
+        self.calls.append("capture")
+        device, plain = self, super().capture(function)
+
+        class Graph:
+            def replay(self) -> None:
+                device.calls.append("replay")
+                plain.replay()
+
+        return Graph()
+
+
+def runner_of(path: Any, **options: Any) -> tuple[CudaRunner, RecordingDevice]:
+    device = RecordingDevice()
+    options = {"dtype": "fp32", "graph_rows": (), **POOL, **options}
+    return CudaRunner(open_checkpoint(path), device=device, **options), device
+
+
+def logits_of(handle: Any) -> np.ndarray:
+    array: np.ndarray = handle.logits.cpu().numpy().copy()
+    return array
+
+
+def plain_params(num_rows: int, **values: Any) -> SampleBatch:
+    def column(name: str, neutral: float, kind: Any) -> np.ndarray:
+        return np.full(num_rows, values.get(name, neutral), kind)
+
+    return SampleBatch(
+        targets=column("targets", -1, np.int32),
+        temperature=column("temperature", 0.8, np.float32),
+        top_k=column("top_k", 20, np.int32),
+        top_p=column("top_p", 0.9, np.float32),
+        min_p=column("min_p", 0, np.float32),
+        presence_penalty=column("presence_penalty", 0, np.float32),
+        frequency_penalty=column("frequency_penalty", 0, np.float32),
+        repetition_penalty=column("repetition_penalty", 1, np.float32),
+        seeds=column("seeds", 3, np.uint64),
+        choices=column("choices", 0, np.int32),
+        positions=np.arange(num_rows, dtype=np.int32),
+        rows=values.get("rows", (None,) * num_rows),
+        num_top=column("num_top", 3, np.int32),
+        masks=values.get("masks"),
+        has_mask=np.full(num_rows, values.get("masks") is not None),
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_logits_equal_the_torch_runner(name: str, tiny_models: Any, model_driver: Any) -> None:
+    path = tiny_models.directory(name)
+    expected = model_driver(TorchRunner(open_checkpoint(path), **POOL))
+    runner, _ = runner_of(path, graph_rows=(2,))
+    found = model_driver(runner)
+    for parts in (
+        {"a": PROMPT[:10]},
+        {"b": PROMPT[:2], "a": PROMPT[10:11]},
+        {"a": PROMPT[11:12], "b": PROMPT[2:3]},
+    ):
+        want = expected.step(parts)
+        handle = runner.launch(found.batch(parts))
+        np.testing.assert_allclose(
+            logits_of(handle), np.concatenate(list(want.values())), rtol=0, atol=1e-4
+        )
+    assert (runner.graph_replays, runner.eager_steps) == (1, 2)
+
+
+def test_a_decode_step_is_one_copy_and_one_replay(tiny_models: Any, model_driver: Any) -> None:
+    runner, device = runner_of(tiny_models.directory("qwen3"), graph_rows=(1, 4))
+    assert device.calls.count("capture") == 2
+    driver = model_driver(runner)
+    runner.launch(driver.batch({"a": PROMPT[:3], "b": PROMPT[:4], "c": PROMPT[:2]}))
+    device.calls.clear()
+    handle = runner.launch(driver.batch({name: [9] for name in "abc"}))
+    assert [call for call in device.calls if call != "wait"] == ["copy", "replay"]
+    device.calls.clear()
+    result = handle.sample(plain_params(3, num_top=-1))
+    assert [call for call in device.calls if call != "wait"] == ["copy", "copy"]
+    assert device.calls[-1] == "wait"
+    assert len(result.token_ids) == 3
+
+
+def test_graphs_pad_without_touching_pages_or_results(tiny_models: Any, model_driver: Any) -> None:
+    """Three rows in a graph of four, then two in one of two: as without graphs, and no page of
+    another sequence changes."""
+    path = tiny_models.directory("qwen3")
+    results = []
+    for graph_rows in ((), (2, 4)):
+        runner, _ = runner_of(path, graph_rows=graph_rows)
+        driver = model_driver(runner)
+        prompts = {"a": PROMPT[:5], "b": PROMPT[:2], "c": PROMPT[3:5]}
+        out = [logits_of(runner.launch(driver.batch(prompts)))]
+        out += [logits_of(runner.launch(driver.batch({n: [t] for n in "abc"}))) for t in (7,)]
+        out += [logits_of(runner.launch(driver.batch({"c": [11], "a": [12]})))]
+        results.append((out, runner.pool.export(range(POOL["num_pages"]))))
+        assert runner.graph_replays == (2 if graph_rows else 0)
+    for plain, graphed in zip(results[0][0], results[1][0], strict=True):
+        np.testing.assert_array_equal(graphed, plain)
+    assert results[0][1] == results[1][1]
+
+
+def test_bits_do_not_depend_on_batch_chunks_or_sharing(tiny_models: Any, model_driver: Any) -> None:
+    path = tiny_models.directory("llama")
+    runner, _ = runner_of(path, graph_rows=(4,))
+    alone = model_driver(runner)
+    whole = logits_of(runner.launch(alone.batch({"a": PROMPT[:19]})))[-1]
+    crowd = model_driver(runner, seed=3)
+    runner.launch(crowd.batch({"a": PROMPT[:16], "x": PROMPT[5:8]}))
+    crowd.share("b", "a", 16)
+    runner.launch(crowd.batch({"a": PROMPT[16:18], "b": PROMPT[16:18]}))
+    last = logits_of(runner.launch(crowd.batch({name: PROMPT[18:19] for name in "ab"})))
+    assert runner.graph_replays == 1
+    np.testing.assert_array_equal(last[0], whole)
+    np.testing.assert_array_equal(last[1], whole)
+
+
+def test_steps_that_fit_no_graph_run_without(tiny_models: Any, model_driver: Any) -> None:
+    runner, _ = runner_of(tiny_models.directory("llama"), graph_rows=(1,))
+    driver = model_driver(runner)
+    runner.launch(driver.batch({"a": PROMPT[:3], "b": PROMPT[:3]}))
+    batch = driver.batch({"a": [5], "b": [6]})  # more rows than any graph
+    runner.launch(batch)
+    batch = driver.batch({"a": [7]})
+    few = {name: getattr(batch, name) for name in batch.__slots__}
+    few["sample_rows"] = np.empty(0, np.int32)
+    assert runner.launch(type(batch)(**few)).logits.shape == (0, 300)
+    assert (runner.graph_replays, runner.eager_steps) == (0, 3)
+
+
+def test_sampling_is_the_hosts_rule(tiny_models: Any, model_driver: Any) -> None:
+    from palmette.kernels.sampling import RowSampling
+
+    runner, _ = runner_of(tiny_models.directory("llama"))
+    driver = model_driver(runner)
+    handle = runner.launch(driver.batch({"a": PROMPT[:6]}))
+    none = np.empty(0, np.int32)
+    only = np.zeros((6, 10), np.int32)
+    only[:] = -1
+    only[2] = 0
+    only[2, 1] = 1 << 3  # the only allowed id is banned: the ban gives way
+    rows = [None] * 6
+    rows[2] = RowSampling(
+        bias_ids=none,
+        bias_values=none.astype(np.float32),
+        output_ids=none,
+        output_counts=none,
+        prompt_ids=none,
+        banned_ids=np.array([35], np.int32),
+    )
+    params = plain_params(
+        6,
+        rows=tuple(rows),
+        masks=only,
+        targets=[-1, 4, -1, -1, -1, -1],
+        num_top=[0, 2, 1, 5, -1, 3],
+    )
+    expected = sample_rows(logits_of(handle), params)
+    found = handle.sample(params)
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    assert found.token_ids[2] == 35
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    for mine, theirs in zip(found.top_ids, expected.top_ids, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    for mine, theirs in zip(found.top_logprobs, expected.top_logprobs, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [("token_ids", 300, "token id"), ("positions", 512, "position"), ("kv_slots", 512, "kv_slots")],
+)
+def test_a_bad_batch_raises_and_leaves_the_runner_usable(
+    field: str, value: int, message: str, tiny_models: Any, model_driver: Any
+) -> None:
+    runner, _ = runner_of(tiny_models.directory("llama"), graph_rows=())
+    batch = model_driver(runner).batch({"a": PROMPT[:6]})
+    before = logits_of(runner.launch(batch))
+    arrays = {name: getattr(batch, name).copy() for name in batch.__slots__}
+    arrays[field][-1] = value
+    with pytest.raises(ValueError, match=message):
+        runner.launch(type(batch)(**arrays))
+    np.testing.assert_array_equal(logits_of(runner.launch(batch)), before)
