@@ -32,8 +32,10 @@ class EngineConfig:
     model: str = "smollm2-135m-instruct"
     served_name: str | None = None  # None: the model's own name
     device: str = "auto"  # auto, cpu, cuda
-    runner: str = "auto"  # auto, native, torch
+    runner: str = "auto"  # auto, native, torch, cuda
     weights: str = "auto"  # auto, fp32, bf16; native: stored, int8, int4 too
+    attention: str = "auto"  # of the cuda runner: auto, flashinfer, triton
+    deterministic: bool = True  # cuda: bits do not depend on the batch; off is faster
     page_size: int = 16
     kv_tokens: int | None = None
     memory_fraction: float = 0.25

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.cuda.device import CudaDevice, Device, Graph
+from palmette.kernels.cuda.flashinfer import FlashInferAttention
 from palmette.kernels.cuda.logits import DeviceLogits, DeviceSampler
 from palmette.kernels.cuda.staging import Section, Staging, layout_of, num_words
 from palmette.kernels.cuda.triton_attention import AttentionPlan, Tiles, TritonAttention
@@ -62,7 +63,8 @@ class CudaRunner:
     dtype is that of weights, activations and KV. deterministic: a row's bits do not depend on
     batch, chunks, pages or cache. graph_rows: numbers of rows to capture graphs for, ascending;
     the graphs of shared pages are captured when they are first needed. load: gives the weights by
-    name, on the device in dtype; None reads the checkpoint's.
+    name, on the device in dtype; None reads the checkpoint's. attention: triton, or flashinfer,
+    which runs without graphs.
 
     Raises:
         ValueError: a weight is not finite or a shape is not supported by the kernels.
@@ -80,6 +82,7 @@ class CudaRunner:
         dtype: str = "bf16",
         deterministic: bool = True,
         share_pages: bool = True,
+        attention: str = "triton",
         graph_rows: Sequence[int] = GRAPH_ROWS,
         device: Device | None = None,
         load: LoadTensor | None = None,
@@ -110,13 +113,20 @@ class CudaRunner:
                 self._max_positions,
                 deterministic=deterministic,
             )
-            self._attention = TritonAttention(
-                self.pool,
-                num_heads=config.num_heads,
-                sliding_window=config.sliding_window,
-                deterministic=deterministic,
-                share=share_pages,
-            )
+            self._attention: TritonAttention | FlashInferAttention
+            if attention == "flashinfer":
+                graph_rows = ()  # it plans on the host, for one batch size per graph
+                self._attention = FlashInferAttention(
+                    self.pool, num_heads=config.num_heads, sliding_window=config.sliding_window
+                )
+            else:
+                self._attention = TritonAttention(
+                    self.pool,
+                    num_heads=config.num_heads,
+                    sliding_window=config.sliding_window,
+                    deterministic=deterministic,
+                    share=share_pages,
+                )
             self._sampler = DeviceSampler(self._device)
             self._eager = Staging(self._device, 1 << 16)
             self._graph_rows = tuple(graph_rows)

@@ -17,7 +17,7 @@ from palmette.constrained.compiler import GrammarCompiler
 
 from .config import EngineConfig
 from .engine import Engine
-from .memory import available_bytes, plan_memory
+from .memory import plan_memory
 from .model_store import resolve_model
 from .models.config import ModelConfig
 from .request import EngineInfo
@@ -49,7 +49,7 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> En
         context_length=context_length,
         weight_bytes=int(_num_weights(checkpoint) * choice.weight_element_bytes),
         element_bytes=choice.kv_element_bytes,
-        available_bytes=available_bytes(),
+        available_bytes=choice.available_bytes(),
     )
     logger.info("%s", plan.describe())
     runner = choice.build(checkpoint, plan.kv_tokens // config.page_size)

@@ -17,6 +17,7 @@ from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.sampling import SampleBatch, SampleResult
 
 from .config import EngineConfig
+from .memory import available_bytes
 from .weights import Checkpoint
 
 
@@ -56,17 +57,21 @@ class ModelRunner(Protocol):
 class RunnerChoice:
     """Which runner was chosen, why, and what memory sizing must know about it."""
 
-    name: str  # native, torch
+    name: str  # native, torch, cuda
     device: str  # cpu, cuda
     weights: str  # fp32, bf16, ...
     reason: str
     weight_element_bytes: float  # bytes of one weight as the runner keeps it
     kv_element_bytes: int  # bytes of one number in the KV pool
     build: Callable[[Checkpoint, int], ModelRunner]  # checkpoint, number of pages
+    available_bytes: Callable[[], int] = available_bytes  # memory of the device
 
 
 def select_runner(config: EngineConfig) -> RunnerChoice:
     """Choose device and runner: CUDA when there is one, else native code, else torch.
+
+    On CUDA the attention is FlashInfer's, else ours in Triton, else torch's reference. As the
+    bits of FlashInfer depend on the batch, it is taken only when `deterministic` is off.
 
     Raises:
         ValueError: for a device or runner that does not exist here or do not go together.
@@ -74,8 +79,12 @@ def select_runner(config: EngineConfig) -> RunnerChoice:
     """
     if config.device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: {config.device!r} is unknown; use auto, cpu or cuda")
-    if config.runner not in ("auto", "native", "torch"):
-        raise ValueError(f"runner: {config.runner!r} is unknown; use auto, native or torch")
+    if config.runner not in ("auto", "native", "torch", "cuda"):
+        raise ValueError(f"runner: {config.runner!r} is unknown; use auto, native, torch or cuda")
+    if config.attention not in ("auto", "flashinfer", "triton"):
+        raise ValueError(
+            f"attention: {config.attention!r} is unknown; use auto, flashinfer or triton"
+        )
     has_cuda = config.device != "cpu" and _cuda_available()
     if config.device == "cuda" and not has_cuda:
         raise ValueError(
@@ -85,7 +94,11 @@ def select_runner(config: EngineConfig) -> RunnerChoice:
     if has_cuda:
         if config.runner == "native":
             raise ValueError("runner: native runs on the CPU; use --device cpu or --runner torch")
-        return _torch_choice(config, device="cuda", reason="a CUDA device is there")
+        if config.runner == "torch":
+            return _torch_choice(config, device="cuda", reason="as given")
+        return _cuda_choice(config)
+    if config.runner == "cuda":
+        raise ValueError("runner: cuda needs a CUDA device; use --device cuda to see what is amiss")
     if config.runner == "torch":
         return _torch_choice(config, device="cpu", reason="as given")
     return _cpu_choice(config)
@@ -131,6 +144,65 @@ def _native_choice(config: EngineConfig) -> RunnerChoice:
     )
 
 
+def _cuda_choice(config: EngineConfig) -> RunnerChoice:
+    if find_spec("triton") is None:
+        reason = "triton is not installed, so attention is torch's reference, which is slow"
+        if config.runner == "cuda" or config.attention != "auto":
+            raise ValueError("attention: triton is not installed; pip install 'palmette[cuda]'")
+        return _torch_choice(config, device="cuda", reason=reason)
+    attention, why = _cuda_attention(config)
+    weights = "bf16" if config.weights == "auto" else config.weights
+    if weights not in ("fp32", "bf16", "fp16"):
+        raise ValueError(f"weights: {weights!r} is not supported on cuda; use fp32, bf16 or fp16")
+    element_bytes = 4 if weights == "fp32" else 2
+
+    def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
+        if checkpoint.architecture.build is not None:  # its own model: torch, no fused kernels
+            choice = _torch_choice(config, device="cuda", reason="an architecture of its own")
+            return choice.build(checkpoint, num_pages)
+        from .cuda_runner import CudaRunner
+
+        return CudaRunner(
+            checkpoint,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            dtype=weights,
+            deterministic=config.deterministic,
+            attention=attention,
+        )
+
+    return RunnerChoice(
+        name="cuda",
+        device="cuda",
+        weights=weights,
+        reason=f"a CUDA device is there; attention {attention}: {why}",
+        weight_element_bytes=element_bytes,
+        kv_element_bytes=element_bytes,
+        build=build,
+        available_bytes=_cuda_bytes(),
+    )
+
+
+def _cuda_attention(config: EngineConfig) -> tuple[str, str]:
+    """(flashinfer or triton, why)."""
+    is_there = find_spec("flashinfer") is not None
+    if config.attention == "flashinfer":
+        if not is_there:
+            raise ValueError("attention: flashinfer is not installed; use --attention triton")
+        if config.deterministic:
+            raise ValueError(
+                "attention: the bits of flashinfer depend on the batch; turn deterministic off"
+            )
+        return "flashinfer", "as given"
+    if config.attention == "triton":
+        return "triton", "as given"
+    if config.deterministic:
+        return "triton", "bits do not depend on the batch"
+    if is_there:
+        return "flashinfer", "it is installed"
+    return "triton", "flashinfer is not installed"
+
+
 def _torch_choice(
     config: EngineConfig, *, device: Literal["cpu", "cuda"], reason: str
 ) -> RunnerChoice:
@@ -162,7 +234,14 @@ def _torch_choice(
         weight_element_bytes=element_bytes,
         kv_element_bytes=element_bytes,
         build=build,
+        available_bytes=available_bytes if device == "cpu" else _cuda_bytes(),
     )
+
+
+def _cuda_bytes() -> Callable[[], int]:
+    from .torch_runner import cuda_available_bytes
+
+    return cuda_available_bytes
 
 
 def _cuda_available() -> bool:

@@ -98,3 +98,9 @@ class TorchRunner:
 def cuda_is_available() -> bool:
     """Whether torch sees a CUDA device."""
     return torch.cuda.is_available()
+
+
+def cuda_available_bytes() -> int:
+    """Bytes of the current CUDA device that are free."""
+    free, _ = torch.cuda.mem_get_info()
+    return int(free)

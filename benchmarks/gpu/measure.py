@@ -7,6 +7,7 @@ import json
 import platform
 import statistics
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,10 +62,12 @@ def random_loader(
     config: ModelConfig, dtype: torch.dtype = torch.bfloat16
 ) -> Callable[[str], torch.Tensor]:
     layout = decoder_layout(config)
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator("cuda")
 
     def load(name: str) -> torch.Tensor:
+        """The same numbers for a name in whatever order and dtype a model asks."""
         shape = layout[name]
+        generator.manual_seed(zlib.crc32(name.encode()))
         noise = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
         scale = 1.0 / np.sqrt(shape[-1]) if len(shape) == 2 else 0.1
         noise = noise * scale

@@ -228,7 +228,7 @@ def _draw(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_edits"])
 def edit_kernel(
     logits, rows, ids, repetitions, subtracts, adds, num_edits, stride, BLOCK: tl.constexpr
 ):

@@ -19,7 +19,7 @@ SPLIT = 256  # keys per part of a decode; a multiple of every page size and tile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeWork:
-    """What `paged_decode` reads; see its docstring. Items of several rows come first."""
+    """What `paged_decode` reads; see its docstring."""
 
     rows: Int32Array  # [B] rows of the step
     first_parts: Int32Array  # [B]
@@ -106,7 +106,7 @@ def _groups(
     page_size: int,
     share_rows: int,
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
-    """(leader, members in order, member counts) of the items, shared ones first.
+    """(leader, members in order, member counts) of the items.
 
     Parts are one item when they are the same split, full for every row, over the same page ids.
     In a prefix tree rows that share anything share their first page: that is looked at first.
@@ -125,21 +125,31 @@ def _groups(
         return everything, everything, np.ones(len(owner), np.int64)
     starts = pages[owner[candidates]] + split[candidates] * per_split
     lists = batch.kv_page_ids[starts[:, None] + np.arange(per_split)]
-    keys = np.concatenate((split[candidates, None].astype(np.int32), lists), axis=1)
-    _, inverse = np.unique(keys, axis=0, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    order = np.argsort(inverse, kind="stable")
-    ranks = np.arange(len(order)) - np.searchsorted(inverse[order], inverse[order])
-    begins = np.flatnonzero(ranks % share_rows == 0)
-    counts = np.diff(np.append(begins, len(order)))
+    order, begins, counts = _equal_runs(lists, split[candidates], share_rows)
     rest = np.setdiff1d(everything, candidates, assume_unique=True)
     members = np.concatenate((candidates[order], rest))
     counts = np.concatenate((counts, np.ones(len(rest), np.int64)))
-    firsts_of = np.cumsum(counts) - counts
-    by_sharing = np.argsort(counts == 1, kind="stable")
-    members = np.concatenate([members[firsts_of[i] : firsts_of[i] + counts[i]] for i in by_sharing])
-    counts = counts[by_sharing]
-    return members[np.cumsum(counts) - counts], members, counts
+    begins = np.concatenate((begins, len(order) + np.arange(len(rest))))
+    return members[begins], members, counts
+
+
+def _equal_runs(
+    lists: Int32Array, split: NDArray[np.intp], longest: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
+    """(order, run starts in it, run lengths): equal rows of `lists` in the same split together.
+
+    Sorted by their first and last page, which decide in a prefix tree; where they do not, the
+    neighbours that differ are parted all the same.
+    """
+    keys = (lists[:, 0].astype(np.int64) << 32) | lists[:, -1]
+    order = np.lexsort((keys, split))
+    rows = lists[order]
+    differs = (rows[1:] != rows[:-1]).any(axis=1) | (split[order][1:] != split[order][:-1])
+    group_starts = np.append(0, np.flatnonzero(differs) + 1)
+    lengths = np.diff(np.append(group_starts, len(order)))
+    place = np.arange(len(order)) - np.repeat(group_starts, lengths)
+    begins = np.flatnonzero(place % longest == 0)
+    return order, begins, np.diff(np.append(begins, len(order)))
 
 
 def extend_work(

@@ -1,0 +1,74 @@
+"""Which runner and attention are chosen, and why, for every mix of what a machine has."""
+
+from __future__ import annotations
+
+import pytest
+
+from palmette.runtime import runner
+from palmette.runtime.config import EngineConfig
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with a CUDA device; `having` says which packages it has."""
+    monkeypatch.setattr(runner, "_cuda_available", lambda: True)
+    monkeypatch.setattr(runner, "_cuda_bytes", lambda: lambda: 10**9)
+    return monkeypatch
+
+
+def having(machine: pytest.MonkeyPatch, *packages: str) -> None:
+    machine.setattr(runner, "find_spec", lambda name: name if name in packages else None)
+
+
+def test_triton_where_bits_must_not_depend_on_the_batch(machine: pytest.MonkeyPatch) -> None:
+    having(machine, "torch", "triton", "flashinfer")
+    choice = runner.select_runner(EngineConfig())
+    assert (choice.name, choice.device, choice.weights) == ("cuda", "cuda", "bf16")
+    assert "triton" in choice.reason and "bits" in choice.reason
+    assert choice.available_bytes() == 10**9
+
+
+def test_flashinfer_first_where_they_may(machine: pytest.MonkeyPatch) -> None:
+    having(machine, "torch", "triton", "flashinfer")
+    assert "flashinfer" in runner.select_runner(EngineConfig(deterministic=False)).reason
+    having(machine, "torch", "triton")
+    reason = runner.select_runner(EngineConfig(deterministic=False)).reason
+    assert "attention triton: flashinfer is not installed" in reason
+
+
+def test_torch_where_triton_is_not(machine: pytest.MonkeyPatch) -> None:
+    having(machine, "torch")
+    choice = runner.select_runner(EngineConfig())
+    assert (choice.name, choice.device) == ("torch", "cuda")
+    assert "triton is not installed" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("config", "packages", "message"),
+    [
+        ({"attention": "x"}, ("torch", "triton"), "attention: 'x' is unknown"),
+        ({"runner": "x"}, ("torch", "triton"), "runner: 'x' is unknown"),
+        ({"runner": "native"}, ("torch", "triton"), "native runs on the CPU"),
+        ({"runner": "cuda"}, ("torch",), "triton is not installed"),
+        ({"attention": "triton"}, ("torch",), "triton is not installed"),
+        ({"attention": "flashinfer"}, ("torch", "triton"), "flashinfer is not installed"),
+        (
+            {"attention": "flashinfer"},
+            ("torch", "triton", "flashinfer"),
+            "bits of flashinfer depend",
+        ),
+        ({"weights": "int4"}, ("torch", "triton"), "'int4' is not supported on cuda"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    config: dict[str, str], packages: tuple[str, ...], message: str, machine: pytest.MonkeyPatch
+) -> None:
+    having(machine, *packages)
+    with pytest.raises(ValueError, match=message):
+        runner.select_runner(EngineConfig(**config))
+
+
+def test_the_cuda_runner_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_cuda_available", lambda: False)
+    with pytest.raises(ValueError, match="cuda needs a CUDA device"):
+        runner.select_runner(EngineConfig(runner="cuda"))
