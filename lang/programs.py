@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -114,7 +115,11 @@ def _start(call: Call, *, defaults: RunDefaults, session: Session, eager: bool) 
     host = Host(reading=reading, session=session, chat=lambda: session.chat, defaults=defaults)
     state = ProgramState(host)
     host.task = Task(session, lambda: call.func(state, *call.args, **call.kwargs))
-    session.resume(host.task)
+    try:
+        session.resume(host.task)
+    except KeyboardInterrupt:
+        session.interrupt(host.watched)
+        raise
     return state
 
 
@@ -132,10 +137,13 @@ class _NoBar:
 
 
 class _RichBar:
-    def __init__(self, total: int) -> None:
-        from rich.progress import Progress  # only who asks for a bar pays for it
+    """On stderr: stdout belongs to the program."""
 
-        self._progress = Progress(transient=False)
+    def __init__(self, total: int) -> None:
+        from rich.console import Console  # only who asks for a bar pays for it
+        from rich.progress import Progress
+
+        self._progress = Progress(console=Console(stderr=True))
         self._task = self._progress.add_task("programs", total=total)
 
     def __enter__(self) -> _RichBar:
@@ -150,4 +158,5 @@ class _RichBar:
 
 
 def _progress(total: int, *, show: bool) -> AbstractContextManager[_Bar]:
-    return _RichBar(total) if show else nullcontext(_NoBar())
+    is_seen = show and total > 0 and sys.stderr.isatty()  # a file needs no bar
+    return _RichBar(total) if is_seen else nullcontext(_NoBar())

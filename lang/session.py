@@ -17,6 +17,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from greenlet import getcurrent, greenlet
@@ -90,6 +91,13 @@ class Task:
         self._stack.parent = getcurrent()
         self._stack.switch()
 
+    def interrupt(self) -> None:
+        """End a waiting body with a KeyboardInterrupt at the place where it waits."""
+        if self.is_here and not self.finished:
+            self._stack.parent = getcurrent()
+            with suppress(KeyboardInterrupt):
+                self._stack.throw(KeyboardInterrupt)
+
     def is_ready(self) -> bool:
         """Whether a waiting body can go on."""
         return self.is_stalled or self._done()
@@ -113,6 +121,9 @@ class Task:
             self.value = self._body()
         except Exception as error:  # the fault boundary of a program; kept for its readers
             self.error = error
+        except BaseException:  # Ctrl-C goes on to whoever drives; readers get a plain error
+            self.error = BackendError(_INTERRUPTED)
+            raise
         finally:
             self.finished = True
             self._body = _nothing
@@ -121,6 +132,7 @@ class Task:
 _ELSEWHERE = (
     "this program was started in another thread and is not finished; read its results there"
 )
+_INTERRUPTED = "the program was interrupted"
 _STALLED = "nothing is running that could give this text: programs wait for each other"
 
 
@@ -153,7 +165,7 @@ class Session:
         self._new: dict[int, Sink] = {}  # by id: sinks with nodes that were not looked at
         self._outbox: deque[Request] = deque()
         self._owners: dict[str, Sink] = {}  # unfinished requests, in the outbox too
-        self._num_submitted = 0  # of them: at the backend
+        self._submitted: dict[str, None] = {}  # at the backend; interrupted ones without an owner
         self._waiting: dict[Task, None] = {}
         self._watchers: dict[int, list[Task]] = {}  # id of what is watched -> who waits
         self._ready: dict[Task, None] = {}
@@ -195,9 +207,13 @@ class Session:
             return
         task = current_task()
         if task is None or task.session is not self:
-            while not done():
-                if not self.advance():
-                    raise BackendError(_ELSEWHERE if self._ready else _STALLED)
+            try:
+                while not done():
+                    if not self.advance():
+                        raise BackendError(_ELSEWHERE if self._ready else _STALLED)
+            except KeyboardInterrupt:
+                self.interrupt(watched)
+                raise
             return
         self._waiting[task] = None
         for one in watched:
@@ -211,6 +227,34 @@ class Session:
                 watchers.remove(task)
                 if not watchers:
                     del self._watchers[id(one)]
+
+    def interrupt(self, watched: Sequence[object]) -> None:
+        """Give up the programs of `watched` (sinks and tasks): end bodies, abort requests.
+
+        Readers get errors; the outputs that still come for their requests are ignored.
+        """
+        with self._lock:
+            found = {id(one): one for one in watched}
+            tasks = [one for one in watched if isinstance(one, Task)]
+            tasks += [task for key in found for task in self._watchers.get(key, ())]
+            tasks = list(dict.fromkeys(tasks))
+            keys = {key for key, waiting in self._watchers.items() for t in tasks if t in waiting}
+            keys |= set(found)
+            dead = [i for i, sink in self._owners.items() if id(sink) in keys]
+            sinks = {id(self._owners[i]): self._owners.pop(i) for i in dead}
+            self._outbox = deque(r for r in self._outbox if r.request_id in self._owners)
+            self.client.abort([i for i in dead if i in self._submitted])
+            for task in tasks:
+                task.interrupt()
+            for key in keys:
+                if (new := self._new.pop(key, None)) is not None:
+                    sinks[key] = new
+                    new.start()  # what was recorded and not looked at is given up too
+            for sink in sinks.values():
+                sink.fail_calls(_INTERRUPTED)
+                self._notify(sink)
+            for task in tasks:
+                self._notify(task)
 
     def resume(self, task: Task) -> None:
         """Run a body until it waits or ends, and tell those who wait for it."""
@@ -228,7 +272,7 @@ class Session:
         with self._lock:
             if self._prepare():
                 return True
-            if not self._num_submitted:
+            if not self._submitted:
                 return self._release_stalled()
             self._poll()
             self._dispatch()
@@ -241,7 +285,7 @@ class Session:
         with self._lock:
             if self._prepare():
                 return True
-            if not self._num_submitted:
+            if not self._submitted:
                 return self._release_stalled()
             if self._async_poll is None or self._async_poll.done():
                 self._async_poll = asyncio.ensure_future(self._poll_in_thread())
@@ -291,7 +335,7 @@ class Session:
         if not self._outbox:
             return
         info = self.client.info()
-        room = info.limits.max_waiting - self._num_submitted
+        room = info.limits.max_waiting - len(self._submitted)
         group: list[Request] = []
         while self._outbox and len(group) < room:
             request = self._outbox.popleft()
@@ -304,18 +348,26 @@ class Session:
         if not group:
             return
         try:
-            self.client.submit(group)
-            self._num_submitted += len(group)
+            self._send(group)
         except RequestError:
             self._submit_singly(group)
+
+    def _send(self, group: list[Request]) -> None:
+        ids = [request.request_id for request in group]
+        self._submitted.update(dict.fromkeys(ids))  # before: an interrupt must find them
+        try:
+            self.client.submit(group)
+        except RequestError:
+            for request_id in ids:
+                del self._submitted[request_id]
+            raise
 
     def _submit_singly(self, group: list[Request]) -> None:
         for index, request in enumerate(group):
             try:
-                self.client.submit([request])
-                self._num_submitted += 1
+                self._send([request])
             except RequestError as error:
-                if error.code == "overloaded" and self._num_submitted:
+                if error.code == "overloaded" and self._submitted:
                     self._outbox.extendleft(reversed(group[index:]))
                     return  # there will be room when something has finished
                 self._refused.append(_refused(request, error))
@@ -341,24 +393,27 @@ class Session:
             self._deliver(self._refused.popleft())
         while self._arrived:
             output = self._arrived.popleft()
-            if output.finish is not None and output.request_id in self._owners:
-                self._num_submitted -= 1
+            if output.finish is not None:
+                self._submitted.pop(output.request_id, None)
             self._deliver(output)
 
     def _deliver(self, output: Output) -> None:
         sink = self._owners.get(output.request_id)
         if sink is None:
-            return  # somebody else's request on the same backend
+            return  # of an interrupted program, or somebody else's on the same backend
         if output.finish is not None:
             del self._owners[output.request_id]
         self._queue(sink, sink.on_output(output))
         self._notify(sink)
 
     def _fail_all(self, message: str) -> None:
+        is_one_lost = any(request_id in self._owners for request_id in self._submitted)
+        self._submitted.clear()
+        if not is_one_lost:
+            return  # only what was interrupted is missing
         sinks = {id(sink): sink for sink in self._owners.values()}
         self._owners.clear()
         self._outbox.clear()
-        self._num_submitted = 0
         for sink in sinks.values():
             self._queue(sink, sink.fail_calls(message))
             self._notify(sink)

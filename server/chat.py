@@ -6,8 +6,9 @@ Each turn sends the whole conversation; the prefix cache makes that cheap.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Generator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import httpx
 from rich.console import Console
@@ -16,14 +17,26 @@ from palmette.runtime.config import EngineConfig
 
 from .config import UserError
 
+if TYPE_CHECKING:
+    from palmette.runtime.client import EngineClient
+    from palmette.runtime.request import Output
+
 Message = dict[str, Any]
 _HELP = "/clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
+_CUT = " [cut: the limit of new tokens is reached]"
+
+
+class Piece(NamedTuple):
+    """New text of an answer; `is_cut` with the last one: the limit of new tokens ended it."""
+
+    text: str
+    is_cut: bool = False
 
 
 class Backend(Protocol):
     name: str
 
-    def answer(self, messages: list[Message]) -> Iterator[str]: ...
+    def answer(self, messages: list[Message]) -> Generator[Piece]: ...
     def close(self) -> None: ...
 
 
@@ -41,7 +54,7 @@ class RemoteChat:
             raise UserError(f"{url}: {error or type(error).__name__}") from error
         self.name: str = models["data"][0]["id"]
 
-    def answer(self, messages: list[Message]) -> Iterator[str]:
+    def answer(self, messages: list[Message]) -> Generator[Piece]:
         body = {"model": self.name, "messages": messages, "stream": True, **self._options}
         path = "/v1/chat/completions"
         with self._client.stream("POST", path, json=body) as response:
@@ -56,26 +69,25 @@ class RemoteChat:
                 if "error" in event:
                     raise ValueError(event["error"]["message"])
                 for choice in event["choices"]:
-                    yield choice["delta"].get("content") or ""
+                    text = choice["delta"].get("content") or ""
+                    yield Piece(text, choice.get("finish_reason") == "length")
 
     def close(self) -> None:
         self._client.close()
 
 
 class LocalChat:
-    """An engine in this process."""
+    """An engine in this process; `close` closes the client."""
 
-    def __init__(self, config: EngineConfig, *, max_tokens: int | None, temperature: float):
-        from palmette.runtime.client import LocalClient
-        from palmette.runtime.engine import Engine
+    def __init__(self, client: EngineClient, *, max_tokens: int | None, temperature: float):
         from palmette.runtime.request import SamplingParams
 
-        self._client = LocalClient(Engine.load(config))
+        self._client = client
         self._sampling = SamplingParams(max_new_tokens=max_tokens, temperature=temperature)
         self._num_turns = 0
         self.name = self._client.info().model
 
-    def answer(self, messages: list[Message]) -> Iterator[str]:
+    def answer(self, messages: list[Message]) -> Generator[Piece]:
         from palmette.runtime.chat_template import encode_rendered, render
         from palmette.runtime.request import Request
 
@@ -86,19 +98,34 @@ class LocalChat:
             ids.insert(0, info.bos_token_id)
         self._num_turns += 1
         request_id = f"turn-{self._num_turns}"
-        self._client.submit(
-            [Request(request_id=request_id, prompt_ids=tuple(ids), sampling=self._sampling)]
-        )
+        request = Request(request_id=request_id, prompt_ids=tuple(ids), sampling=self._sampling)
+        is_open = True
         try:
-            while outputs := self._client.poll():
-                for output in outputs:
+            self._client.submit([request])
+            while is_open:
+                for output in self._outputs_of(request_id):
+                    is_open = is_open and output.finish is None
                     if output.error is not None:
                         raise ValueError(output.error.message)
-                    yield output.text
+                    is_cut = output.finish is not None and output.finish.reason == "length"
+                    yield Piece(output.text, is_cut)
         finally:
-            self._client.abort([request_id])
-            while self._client.poll():
-                pass
+            if is_open:
+                self._abort(request_id)
+
+    def _outputs_of(self, request_id: str) -> list[Output]:
+        """What is new of one request; late outputs of earlier ones are dropped."""
+        outputs = self._client.poll()
+        if not outputs:
+            raise ValueError("the engine ended without an answer")
+        return [output for output in outputs if output.request_id == request_id]
+
+    def _abort(self, request_id: str) -> None:
+        """Stop a request and wait for its end, so that the next turn finds a quiet engine."""
+        self._client.abort([request_id])
+        while outputs := self._client.poll():
+            if any(o.request_id == request_id and o.finish is not None for o in outputs):
+                return
 
     def close(self) -> None:
         self._client.close()
@@ -122,10 +149,14 @@ def chat(
             options["max_tokens"] = max_tokens
         backend = RemoteChat(url, api_key, options)
     else:
+        from palmette.runtime.client import LocalClient
+        from palmette.runtime.engine import Engine
+
         from .commands import resolved
 
         with console.status("loading the model"):
-            backend = LocalChat(resolved(config), max_tokens=max_tokens, temperature=temperature)
+            client = LocalClient(Engine.load(resolved(config)))
+        backend = LocalChat(client, max_tokens=max_tokens, temperature=temperature)
     console.print(f"[bold]{backend.name}[/bold]  {_HELP}", style="dim")
     start: list[Message] = [{"role": "system", "content": system}] if system else []
     try:
@@ -159,11 +190,14 @@ def converse(backend: Backend, console: Console, start: list[Message]) -> None:
 def _print_answer(backend: Backend, console: Console, messages: list[Message]) -> str:
     parts: list[str] = []
     try:
-        for text in backend.answer(messages):
-            parts.append(text)
-            console.print(text, end="", markup=False)
+        with closing(backend.answer(messages)) as pieces:  # stopped here also by Ctrl-C in print
+            for text, is_cut in pieces:
+                parts.append(text)
+                console.print(text, end="", markup=False)
+                if is_cut:
+                    console.print(_CUT, end="", style="dim", markup=False)
     except KeyboardInterrupt:
-        pass
+        console.print(" [stopped]", end="", style="dim", markup=False)
     except (ValueError, httpx.HTTPError) as error:
         console.print(str(error), style="red", markup=False)
     console.print()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -81,9 +82,22 @@ def test_num_threads_bounds_how_many_run_at_once() -> None:
     assert model.most == 3
 
 
-def test_a_progress_bar_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_shown_on_a_terminal_s_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     branching.run_batch([{"i": 1}], backend=FakeModel(odd_or_even), progress_bar=True)
-    assert "programs" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "programs" in captured.err and captured.out == ""
+    assert branching.run_batch([], backend=FakeModel(), progress_bar=True) == []
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_a_progress_bar_leaves_a_file_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    branching.run_batch([{"i": 1}], backend=FakeModel(odd_or_even), progress_bar=True)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
 
 
 def test_sampling_defaults_reach_every_program() -> None:
