@@ -48,9 +48,9 @@ $(VENV)/pip.stamp:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-# What a user installs: the core, without torch.
+# What a user installs: the core and the server, without torch.
 $(VENV)/run.stamp: $(VENV)/pip.stamp pyproject.toml constraints.txt
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[serve]'
 	touch $@
 
 # What a developer needs: torch and transformers as oracles, the server, linters.

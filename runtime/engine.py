@@ -23,6 +23,7 @@ from .commit import CommitHooks, Committer
 from .config import EngineConfig
 from .delivery import Delivery
 from .faults import Aborted, SequenceFault, explain
+from .interrupts import deferred_interrupt
 from .metrics import Counters, EngineStats
 from .parts import GrammarSource, TokenCodec
 from .plan import StepPlan
@@ -127,6 +128,7 @@ class Engine:
 
     # Requests in
 
+    @deferred_interrupt()
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests.
 
@@ -190,6 +192,7 @@ class Engine:
                 )
             seen.add(request.request_id)
 
+    @deferred_interrupt()
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests by exact id; unknown ids are ignored. Their ids are free at once."""
         for request_id in request_ids:
@@ -215,12 +218,13 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Make one step; returns what is new. An empty list: nothing to tell yet, or idle."""
-        start = self._clock()
-        try:
-            self._advance(start)
-        except Exception as error:  # fault boundary: what no single request can be blamed for
-            self._fail_all(error)
-        self._counters.last_step_s = self._clock() - start
+        with deferred_interrupt():
+            start = self._clock()
+            try:
+                self._advance(start)
+            except Exception as error:  # fault boundary: what no single request can be blamed for
+                self._fail_all(error)
+            self._counters.last_step_s = self._clock() - start
         outputs, self._outputs = self._outputs, []
         return outputs
 

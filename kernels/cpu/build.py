@@ -139,6 +139,7 @@ def _compiler() -> tuple[str, str, frozenset[str]]:
 
 def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
     started = time.monotonic()
+    logger.warning("native kernels: compiling for this machine, once; this takes some seconds")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         commands = [
