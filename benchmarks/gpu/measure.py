@@ -167,6 +167,14 @@ def gemm_rate() -> float:
     return 2 * 8192**3 / (device_ms(lambda: a @ b, repeat=5) / 1000)
 
 
+def graph_ms(runner: Any, batch: ForwardBatch) -> float:
+    """Median milliseconds of the graph alone that serves this decode step."""
+    runner.launch(batch)  # uploads the arrays, and captures the graph if it must
+    tiles = runner._attention.prepare(batch).tiles
+    rows = next(size for size in runner._graph_rows if size >= batch.num_tokens)
+    return device_ms(runner._graphs[rows, tiles].graph.replay, repeat=8, cold=False)
+
+
 class Results:
     """Rows of one part: printed as they come, written as JSON at the end."""
 

@@ -15,6 +15,7 @@ from measure import (
     decode_batch,
     device_ms,
     gemm_rate,
+    graph_ms,
     kv_bytes,
     prefill_batch,
     random_loader,
@@ -76,7 +77,7 @@ def measure_model(
         length = min(context, tokens // rows // PAGE * PAGE - PAGE)
         batch = decode_batch([length] * rows, PAGE, num_pages=runner.pool.num_pages)
         floor = (weight_bytes(config) + rows * length * kv_bytes(config)) / bandwidth * 1000
-        graph = device_ms(lambda b=batch: runner.launch(b), repeat=8, cold=False)
+        graph = graph_ms(runner, batch)
         plain, drawn = sampling(rows, temperature=0.0), sampling(rows, temperature=0.8)
         step = wall_ms(lambda b=batch, p=plain: runner.launch(b).sample(p))
         draw = wall_ms(lambda b=batch, p=drawn: runner.launch(b).sample(p), repeat=10)

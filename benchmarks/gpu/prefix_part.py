@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from measure import MODELS, Results, checkpoint_of, decode_batch, device_ms, random_loader, wall_ms
+from measure import MODELS, Results, checkpoint_of, decode_batch, graph_ms, random_loader, wall_ms
 
 from palmette.runtime.cuda_runner import CudaRunner
 
@@ -31,9 +31,7 @@ def main() -> int:
                 batch = decode_batch(
                     [shared + own] * rows, PAGE, shared=shared, num_pages=runner.pool.num_pages
                 )
-                times[workload, share] = device_ms(
-                    lambda b=batch, r=runner: r.launch(b), repeat=8, cold=False
-                )
+                times[workload, share] = graph_ms(runner, batch)
                 host = wall_ms(lambda b=batch, r=runner: r._attention.prepare(b), repeat=10)
                 results.add(
                     model=name, workload=workload, share=share, ms=times[workload, share],

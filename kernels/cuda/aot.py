@@ -30,7 +30,7 @@ from .gemm import linear_kernel, tiles_of
 from .paged_decode import paged_decode_kernel, reduce_kernel
 from .paged_extend import paged_extend_kernel
 from .rope_write import rope_write_kernel
-from .sampler import MAX_BLOCK, edit_kernel, sample_kernel
+from .sampler import MAX_BLOCK, NUM_WARPS, edit_kernel, sample_kernel
 from .silu_mul import silu_mul_kernel
 from .triton_attention import Tiles, narrow_tiles, wide_tiles
 from .work import SPLIT
@@ -324,7 +324,7 @@ def _sampler() -> Variant:
             **dict.fromkeys(strides, "i32"),
         },
         constants={"BLOCK": MAX_BLOCK},
-        options={"num_warps": 8},
+        options={"num_warps": NUM_WARPS},
         scalars=("mask_stride",),
         in_short_list=True,
     )

@@ -20,7 +20,8 @@ from palmette.kernels.sampling import Float32Array, Int32Array, RowSampling
 
 from .common import check, padded
 
-MAX_BLOCK = 2048
+MAX_BLOCK = 4096  # with so many warps the widest without spills
+NUM_WARPS = 16
 _EDIT_BLOCK = 256
 
 
@@ -333,6 +334,6 @@ def sample(
         sample_kernel[(num_rows,)](
             raw, edited, masks, has_masks, targets, temperatures, top_ks, top_ps, min_ps, randoms,
             wants_logprob, ids, logprobs, vocab_size, raw.stride(0), edited.stride(0),
-            masks.stride(0), BLOCK=min(MAX_BLOCK, padded(vocab_size)), num_warps=8,
+            masks.stride(0), BLOCK=min(MAX_BLOCK, padded(vocab_size)), num_warps=NUM_WARPS,
         )  # fmt: skip
     return ids, logprobs
