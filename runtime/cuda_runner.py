@@ -271,6 +271,12 @@ class CudaRunner:
         return captured
 
 
+def graph_rows_up_to(max_rows: int) -> tuple[int, ...]:
+    """The sizes of `GRAPH_ROWS` that steps of up to `max_rows` decodes can use."""
+    smaller = [rows for rows in GRAPH_ROWS if rows < max_rows]
+    return (*smaller, *GRAPH_ROWS[len(smaller) : len(smaller) + 1])
+
+
 def _num_items(rows: int) -> int:
     """How many items of attention the graph of so many rows holds."""
     return min(max(_ITEMS[0], rows * _ITEMS_PER_ROW), _ITEMS[1])

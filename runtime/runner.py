@@ -160,7 +160,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         if checkpoint.architecture.build is not None:  # its own model: torch, no fused kernels
             choice = _torch_choice(config, device="cuda", reason="an architecture of its own")
             return choice.build(checkpoint, num_pages)
-        from .cuda_runner import CudaRunner
+        from .cuda_runner import CudaRunner, graph_rows_up_to
 
         return CudaRunner(
             checkpoint,
@@ -169,6 +169,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
             dtype=weights,
             deterministic=config.deterministic,
             attention=attention,
+            graph_rows=graph_rows_up_to(config.scheduler.max_running),
         )
 
     return RunnerChoice(

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from palmette.kernels.cuda.device import HostDevice
 from palmette.kernels.sampling import SampleBatch, sample_rows
-from palmette.runtime.cuda_runner import CudaRunner
+from palmette.runtime.cuda_runner import CudaRunner, graph_rows_up_to
 from palmette.runtime.torch_runner import TorchRunner
 from palmette.runtime.weights import open_checkpoint
 
@@ -155,6 +155,13 @@ def test_bits_do_not_depend_on_batch_chunks_or_sharing(tiny_models: Any, model_d
     assert runner.graph_replays == 1
     np.testing.assert_array_equal(last[0], whole)
     np.testing.assert_array_equal(last[1], whole)
+
+
+def test_graphs_reach_as_far_as_sequences_run() -> None:
+    assert graph_rows_up_to(1) == (1,)
+    assert graph_rows_up_to(5) == (1, 2, 4, 8)
+    assert graph_rows_up_to(64)[-2:] == (48, 64)
+    assert graph_rows_up_to(10**6)[-1] == 256
 
 
 def test_steps_that_fit_no_graph_run_without(tiny_models: Any, model_driver: Any) -> None:
