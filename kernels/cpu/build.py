@@ -8,6 +8,7 @@ start together compile once: the second waits for the first one's lock.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -99,14 +100,41 @@ def build(instruction_set: str = "auto", cache_dir: Path | None = None) -> Build
     digest = hashlib.sha256(repr((version, sys.platform, flags, LINK_FLAGS)).encode())
     for source in (*sources, *sorted(SOURCE_DIR.glob("*.h"))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    file_name = f"cpu-{name}-{digest.hexdigest()[:20]}.so"
     folder = cache_dir or Path(platformdirs.user_cache_dir("palmette")) / "native"
-    target = folder / f"cpu-{name}-{digest.hexdigest()[:20]}.so"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{target.name}.lock"):
-            if not target.exists():  # another process may have made it meanwhile
-                _compile(compiler, flags, sources, target)
+    try:
+        target = _compiled(folder / file_name, compiler, flags, sources)
+    except OSError as error:
+        logger.warning("native kernels: %s cannot be used (%s); nothing is kept", folder, error)
+        target = _compiled(_temporary_folder() / file_name, compiler, flags, sources)
     return Build(path=target, compiler=compiler, compiler_version=version, instruction_set=name)
+
+
+def _compiled(target: Path, compiler: str, flags: tuple[str, ...], sources: list[Path]) -> Path:
+    """`target`, compiled unless it is there and whole. Raises OSError: the folder is unusable."""
+    if not _is_whole(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_suffix(".lock")):
+            if not _is_whole(target):  # another process may have made it meanwhile
+                _compile(compiler, flags, sources, target)
+    return target
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether the library is as it was compiled: loading a truncated one would kill the process."""
+    try:
+        wanted = target.with_suffix(".sha256").read_text(encoding="ascii")
+        return hashlib.sha256(target.read_bytes()).hexdigest() == wanted
+    except FileNotFoundError:
+        return False
+
+
+@functools.cache
+def _temporary_folder() -> Path:
+    """Where a process without a usable cache compiles; removed when it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="palmette-native-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @functools.cache
@@ -150,7 +178,10 @@ def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target:
             list(executor.map(_run, commands))
         library = Path(folder) / target.name
         _run([compiler, "-shared", *map(str, objects), "-o", str(library), *LINK_FLAGS])
+        checksum = Path(folder) / "checksum"
+        checksum.write_text(hashlib.sha256(library.read_bytes()).hexdigest(), encoding="ascii")
         library.replace(target)
+        checksum.replace(target.with_suffix(".sha256"))
     logger.info("native kernels: compiled %s in %.1f s", target, time.monotonic() - started)
 
 

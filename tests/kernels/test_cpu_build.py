@@ -42,6 +42,26 @@ def test_a_library_is_compiled_once_and_again_when_its_source_changes(
     assert "portable" in str(second)
 
 
+def test_a_damaged_library_is_compiled_again(small_source: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    made = build.build.__wrapped__("portable", cache)
+    whole = made.path.read_bytes()
+    made.path.write_bytes(whole[: len(whole) // 2])
+    assert build.build.__wrapped__("portable", cache) == made
+    assert len(made.path.read_bytes()) == len(whole)
+    assert ctypes.CDLL(str(made.path)).one() == 1
+
+
+def test_a_cache_that_cannot_be_written_costs_a_compilation_only(
+    small_source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way of a folder")
+    made = build.build.__wrapped__("portable", blocked / "native")
+    assert ctypes.CDLL(str(made.path)).one() == 1
+    assert "cannot be used" in caplog.text
+
+
 def test_a_source_that_does_not_compile_is_a_runtime_error(
     small_source: Path, tmp_path: Path
 ) -> None:
