@@ -33,6 +33,7 @@ class GrammarText:
     notes: tuple[str, ...] = ()
     schema: PreparedSchema | None = None
     options: dict[str, Json] | None = None
+    pattern: str | None = None  # the user's, of a regex
 
 
 def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
@@ -47,7 +48,9 @@ def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
         case GrammarKind.JSON_OBJECT:
             return _json_schema_text('{"type":"object"}', spec.whitespace, limits)
         case GrammarKind.REGEX:
-            return GrammarText(_lark(f"start: /{_regex(spec.source, limits)}/"))
+            return GrammarText(
+                _lark(f"start: /{_regex(spec.source, limits)}/"), pattern=spec.source
+            )
         case GrammarKind.CHOICE:
             return GrammarText(_lark(f"start: /{_choice(spec.source, limits)}/"))
         case GrammarKind.EBNF:
@@ -73,6 +76,9 @@ def locate(text: GrammarText, message: str, fails: Callable[[str], bool]) -> Gra
     `fails` compiles a grammar and tells whether that fails: among several parts of a schema that
     could be meant, it finds the one.
     """
+    if text.pattern is not None:
+        reason = re.search(r"error: (.+?)(?:\\n|$)", message)
+        return GrammarError(f"regex {text.pattern!r:.200}: {reason[1] if reason else message}")
     if text.schema is None:
         return GrammarError(message)
     schema = text.schema
