@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from palmette.constrained.spec import GrammarError
     from palmette.lang import testing
     from palmette.lang.api import (
         Function,
@@ -49,7 +50,13 @@ if TYPE_CHECKING:
     from palmette.lang.state import ProgramState
     from palmette.runtime.config import EngineConfig
     from palmette.runtime.engine import Engine
-    from palmette.runtime.request import LogprobOptions, Output, Request, SamplingParams
+    from palmette.runtime.request import (
+        LogprobOptions,
+        Output,
+        Request,
+        RequestError,
+        SamplingParams,
+    )
 
 # public name -> module that owns it
 _PUBLIC = {
@@ -57,12 +64,14 @@ _PUBLIC = {
     "Engine": "palmette.runtime.engine",
     "EngineConfig": "palmette.runtime.config",
     "Function": "palmette.lang.api",
+    "GrammarError": "palmette.constrained.spec",
     "HttpClient": "palmette.lang.remote",
     "LogprobOptions": "palmette.runtime.request",
     "Output": "palmette.runtime.request",
     "ProgramError": "palmette.lang.errors",
     "ProgramState": "palmette.lang.state",
     "Request": "palmette.runtime.request",
+    "RequestError": "palmette.runtime.request",
     "Runtime": "palmette.lang.backends",
     "RuntimeEndpoint": "palmette.lang.remote",
     "SamplingParams": "palmette.runtime.request",
@@ -99,12 +108,14 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Function",
+    "GrammarError",
     "HttpClient",
     "LogprobOptions",
     "Output",
     "ProgramError",
     "ProgramState",
     "Request",
+    "RequestError",
     "Runtime",
     "RuntimeEndpoint",
     "SamplingParams",

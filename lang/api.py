@@ -14,6 +14,15 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
+from .arguments import (
+    SAMPLING_NAMES,
+    ids_of,
+    refuse_stop_regex,
+    split_defaults,
+    stop_of,
+    takes_any,
+    unknown_argument,
+)
 from .choices import ChoicesMethod, token_length_normalized
 from .expressions import (
     Expr,
@@ -21,21 +30,22 @@ from .expressions import (
     GenExpr,
     RoleBegin,
     RoleEnd,
-    RunDefaults,
     SelectExpr,
-    Stop,
     Sum,
     as_expr,
     dtype_name,
     grammar_of,
 )
-from .host import caller_line
+from .host import caller_line, located_at_caller
 from .ir import Program
 from .programs import Call, run_many, run_one, trace_one
 from .state import ProgramState
 
 if TYPE_CHECKING:
     from .backends import Backend
+
+
+_BATCH_NAMES = ("generator_style", "num_threads", "progress_bar", "backend", *SAMPLING_NAMES)
 
 
 class Function:
@@ -48,7 +58,8 @@ class Function:
         num_api_spec_tokens: int | None = None,
         bound: Mapping[str, object] | None = None,
     ) -> None:
-        names = list(inspect.signature(func).parameters)
+        self._signature = inspect.signature(func)
+        names = list(self._signature.parameters)
         if not names or names[0] != "s":
             raise ValueError(
                 f"the first argument of the program {func.__name__!r} must be named 's'"
@@ -62,9 +73,7 @@ class Function:
 
     def bind(self, **arguments: object) -> Function:
         """This program with some arguments given."""
-        unknown = [name for name in arguments if name not in self.arg_names]
-        if unknown:
-            raise TypeError(f"{self.__name__}() has no argument {unknown[0]!r}")
+        self._check_names(arguments, self.arg_names)
         return Function(
             self.func,
             num_api_spec_tokens=self.num_api_spec_tokens,
@@ -99,9 +108,10 @@ class Function:
             Exception: what the program raises before it first waits for text.
         """
         given = {name: value for name, value in kwargs.items() if name in self.arg_names}
-        defaults, rest = _split_defaults(
+        defaults, rest = split_defaults(
             {name: value for name, value in kwargs.items() if name not in given}
         )
+        self._check_names(rest, (*self.arg_names, *SAMPLING_NAMES))
         call = Call(self.func, args, {**self.bound, **given, **rest})
         return run_one(call, defaults=defaults, backend=backend, eager=eager)
 
@@ -149,12 +159,10 @@ class Function:
         program's Python code is raised after all others have finished.
         """
         sampling.pop("use_thread", None)
-        defaults, unknown = _split_defaults(sampling)
+        defaults, unknown = split_defaults(sampling)
         if unknown:
-            raise TypeError(
-                f"run_batch() has no argument {next(iter(unknown))!r}; arguments of the program "
-                "go into the entries, or into bind()"
-            )
+            remedy = "; arguments of the program go into the entries, or into bind()"
+            raise unknown_argument("run_batch()", next(iter(unknown)), _BATCH_NAMES, remedy)
         calls = [self._call_of(entry, index) for index, entry in enumerate(batch_kwargs)]
         states = run_many(
             calls,
@@ -171,23 +179,40 @@ class Function:
         Raises:
             ConcretizationError: the program reads generated text.
         """
+        self._check_names(kwargs, self.arg_names)
         call = Call(self.func, args, {**self.bound, **kwargs})
         return trace_one(call, line=caller_line())
 
+    def _check_names(self, arguments: Mapping[str, object], known: Sequence[str]) -> None:
+        """
+        Raises:
+            TypeError: the program takes no such argument.
+        """
+        if takes_any(self._signature):
+            return
+        for name in arguments:
+            if name not in known:
+                raise unknown_argument(f"{self.__name__}()", name, known)
+
     def _call_of(self, entry: Mapping[str, object] | Sequence[object], index: int) -> Call:
+        place = f"batch_kwargs[{index}]"
         if isinstance(entry, Mapping):
-            return Call(self.func, (), {**self.bound, **entry})
-        if isinstance(entry, str) or not isinstance(entry, Sequence):
+            arguments = {**self.bound, **entry}
+        elif isinstance(entry, str) or not isinstance(entry, Sequence):
             raise TypeError(
-                f"batch_kwargs[{index}]: {type(entry).__name__} is neither a dict nor a tuple of "
-                "arguments"
+                f"{place}: {type(entry).__name__} is neither a dict nor a tuple of arguments"
             )
-        free = [name for name in self.arg_names if name not in self.bound]
-        if len(entry) > len(free):
-            raise TypeError(
-                f"batch_kwargs[{index}]: {len(entry)} arguments for {self.__name__}({free})"
-            )
-        return Call(self.func, (), {**self.bound, **dict(zip(free, entry, strict=False))})
+        else:
+            free = [name for name in self.arg_names if name not in self.bound]
+            if len(entry) > len(free):
+                raise TypeError(f"{place}: {len(entry)} arguments for {self.__name__}({free})")
+            arguments = {**self.bound, **dict(zip(free, entry, strict=False))}
+        try:
+            self._check_names(arguments, self.arg_names)
+            self._signature.bind(None, **arguments)
+        except TypeError as error:
+            raise TypeError(f"{place}: {error}") from None
+        return Call(self.func, (), arguments)
 
 
 @overload
@@ -205,6 +230,7 @@ def function(
     return lambda func: Function(func, num_api_spec_tokens=num_api_spec_tokens)
 
 
+@located_at_caller
 def gen(
     name: str | None = None,
     max_tokens: int | None = None,
@@ -248,13 +274,13 @@ def gen(
     """
     if choices is not None:
         return SelectExpr(name, _choices(choices), choices_method or token_length_normalized)
-    _refuse_stop_regex(stop_regex)
+    refuse_stop_regex(stop_regex)
     arguments = GenArguments(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=n,
-        stop=_stop(stop),
-        stop_token_ids=_ids(stop_token_ids),
+        stop=stop_of(stop),
+        stop_token_ids=ids_of(stop_token_ids),
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
@@ -322,6 +348,7 @@ def gen_string(
     return _gen_dtype("str", **locals())
 
 
+@located_at_caller
 def select(
     name: str | None = None,
     choices: Sequence[str] | None = None,
@@ -329,8 +356,12 @@ def select(
     choices_method: ChoicesMethod = token_length_normalized,
 ) -> Expr:
     """Choose the text among `choices` that the model finds most likely after the state."""
-    assert choices is not None, "select needs choices"
-    assert temperature <= 1e-5, "select does not sample: temperature must be 0"
+    if choices is None:
+        raise ValueError("choices: select needs a list of at least one text")
+    if temperature > 1e-5:
+        raise ValueError(
+            f"temperature: {temperature} is out of range; select does not sample, it must be 0"
+        )
     return SelectExpr(name, _choices(choices), choices_method)
 
 
@@ -395,32 +426,3 @@ def _choices(choices: Sequence[str]) -> tuple[str, ...]:
     if not all(texts):
         raise ValueError("choices: an empty text cannot be scored")
     return texts
-
-
-def _stop(stop: str | Sequence[str] | None) -> Stop | None:
-    return stop if stop is None or isinstance(stop, str) else tuple(stop)
-
-
-def _ids(ids: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if ids is None else tuple(ids)
-
-
-def _refuse_stop_regex(stop_regex: str | Sequence[str] | None) -> None:
-    if stop_regex:
-        raise ValueError("stop_regex is not supported; use stop, or a regex for the whole text")
-
-
-def _split_defaults(arguments: Mapping[str, object]) -> tuple[RunDefaults, dict[str, object]]:
-    """The sampling defaults among keyword arguments, and the rest."""
-    rest = dict(arguments)
-    _refuse_stop_regex(rest.pop("stop_regex", None))  # type: ignore[arg-type]
-    found: dict[str, object] = {}
-    for name in RunDefaults._fields:
-        given = "max_new_tokens" if name == "max_tokens" else name
-        if given in rest:
-            found[name] = rest.pop(given)
-    if "stop" in found:
-        found["stop"] = _stop(found["stop"])  # type: ignore[arg-type]
-    if "stop_token_ids" in found:
-        found["stop_token_ids"] = _ids(found["stop_token_ids"])  # type: ignore[arg-type]
-    return RunDefaults(**found), rest  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+from typing import TypeVar
 
 from .ir import Line
 
@@ -23,9 +24,7 @@ class ProgramError(RuntimeError):
         self.line = line
         self.code = code
         what = operation if variable is None else f"{operation} {variable!r}"
-        source = linecache.getline(line.file, line.number).strip()
-        message = f"{what} failed: {reason}\n  {line.file}:{line.number} in {line.function}"
-        super().__init__(f"{message}\n    {source}" if source else message)
+        super().__init__(f"{what} failed: {reason}{_place(line)}")
 
 
 class ConcretizationError(RuntimeError):
@@ -41,3 +40,22 @@ class ConcretizationError(RuntimeError):
 
 class BackendError(RuntimeError):
     """The backend gave up or cannot be reached; nothing about one request is wrong."""
+
+
+E = TypeVar("E", bound=Exception)
+
+
+def located(error: E, line: Line, what: str | None = None) -> E:
+    """`error` with the user's line in its message, once; `what` is the operation that failed."""
+    place = _place(line)
+    message = str(error)
+    if place not in message:
+        error.args = (f"{'' if what is None else f'{what} failed: '}{message}{place}",)
+    return error
+
+
+def _place(line: Line) -> str:
+    """The lines of a message that say where."""
+    source = linecache.getline(line.file, line.number).strip()
+    place = f"\n  {line.file}:{line.number} in {line.function}"
+    return f"{place}\n    {source}" if source else place

@@ -27,6 +27,7 @@ class CallRecord:
 
     kind: str
     name: str | None
+    value: ValueId  # counts up in the order in which the program wrote its operations
     line: Line
     usages: tuple[Usage, ...]  # one per request
     finished_s: float | None  # when the last request was done, since it was submitted
@@ -38,6 +39,7 @@ def record_of(node: Gen | Select, streams: Sequence[Stream]) -> CallRecord:
     return CallRecord(
         kind=_kind(node),
         name=node.name,
+        value=node.value,
         line=node.line,
         usages=tuple(stream.usage for stream in streams),
         finished_s=max((time for time in times if time is not None), default=None),

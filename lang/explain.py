@@ -20,6 +20,7 @@ class CallRow:
 
     kind: str
     name: str | None
+    branch: str  # "fork 0/2" in the first of two forks, "" outside of forks
     line: Line
     num_requests: int
     prompt_tokens: int
@@ -31,7 +32,7 @@ class CallRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The calls of one or more runs in the order they finished; prints as a table."""
+    """The calls of one or more runs in the order the programs wrote them; prints as a table."""
 
     rows: tuple[CallRow, ...]
 
@@ -52,9 +53,19 @@ class Explanation:
         return sum(row.generated_tokens for row in self.rows)
 
     def __str__(self) -> str:
-        header = ("call", "line", "requests", "prompt", "cached", "computed", "generated", "ms")
+        header = (
+            "call",
+            "branch",
+            "line",
+            "requests",
+            "prompt",
+            "cached",
+            "computed",
+            "generated",
+            "ms",
+        )
         lines = [header, *map(_cells, self.rows)]
-        total = ("total", "", sum(row.num_requests for row in self.rows), self.prompt_tokens)
+        total = ("total", "", "", sum(row.num_requests for row in self.rows), self.prompt_tokens)
         lines.append(
             (*map(str, total), *map(str, (self.cached_tokens, self.computed_tokens)),
              str(self.generated_tokens), "")
@@ -70,12 +81,14 @@ def explain(states: ProgramState | Iterable[ProgramState]) -> Explanation:
     rows: list[CallRow] = []
     for state in states:
         state.sync()
-        for record in state._host.reading.records:
+        host = state._host
+        for record in sorted(host.reading.records, key=lambda record: record.value):
             usages = record.usages
             rows.append(
                 CallRow(
                     kind=record.kind,
                     name=record.name,
+                    branch=host.branches.get(record.value, ""),
                     line=record.line,
                     num_requests=len(usages),
                     prompt_tokens=sum(usage.prompt_tokens for usage in usages),
@@ -124,10 +137,10 @@ def _cells(row: CallRow) -> tuple[str, ...]:
         row.computed_tokens,
         row.generated_tokens,
     )
-    return (name, place, *map(str, counts), time)
+    return (name, row.branch, place, *map(str, counts), time)
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    texts = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
-    numbers = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
+    texts = [cell.ljust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
+    numbers = [cell.rjust(width) for cell, width in zip(cells[3:], widths[3:], strict=True)]
     return "  ".join(texts + numbers).rstrip()

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import wraps
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from .chat import ChatFormat
+from .errors import located
 from .expressions import RunDefaults
 from .ir import Line, StateId, ValueId
 from .session import Session, Task, current_task
 from .trace import Reading
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Bound(NamedTuple):
@@ -44,7 +49,7 @@ class Turn(NamedTuple):
 class Host:
     """What all states of one run share."""
 
-    __slots__ = ("chat", "defaults", "reading", "session", "task")
+    __slots__ = ("branches", "chat", "defaults", "reading", "session", "task")
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class Host:
         self.chat = chat
         self.defaults = defaults
         self.task: Task | None = None
+        self.branches: dict[ValueId, str] = {}  # of what forks generate: "fork 0/2"
 
     @property
     def watched(self) -> tuple[object, ...]:
@@ -98,3 +104,16 @@ def caller_line() -> Line:
     while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
         frame = frame.f_back
     return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def located_at_caller(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, whose ValueErrors name the line of the user's call."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except ValueError as error:
+            raise located(error, caller_line()) from error.__cause__
+
+    return call

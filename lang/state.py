@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, overload
 from .calls import Meta
 from .chat import Message
 from .content import links, text_of
-from .errors import BackendError
+from .errors import BackendError, located
 from .expressions import (
     Constant,
     Expr,
@@ -38,12 +38,22 @@ class ProgramState:
     `s += expr` appends, `s["x"]` reads a variable, `s.fork(n)` makes n states that go on from here.
     """
 
-    __slots__ = ("_base", "_host", "_role", "_role_base", "_state", "_turns", "_variables")
+    __slots__ = (
+        "_base",
+        "_branch",
+        "_host",
+        "_role",
+        "_role_base",
+        "_state",
+        "_turns",
+        "_variables",
+    )
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._state = ROOT
         self._base = ROOT  # where this fork began
+        self._branch = ""  # which fork of which, for `explain`
         self._variables: dict[str, object] = {}
         self._turns: list[Turn] = []
         self._role: str | None = None
@@ -201,8 +211,6 @@ class ProgramState:
         self, var_name: str | None = None, return_meta_data: bool = False
     ) -> AsyncIterator[str | tuple[str, Meta]]:
         """`text_iter` for an event loop, which goes on while the backend works."""
-        session = self._host.session
-        assert session is not None
         shown = 0
         while True:
             text, meta, is_all = self._progress(var_name)
@@ -211,6 +219,8 @@ class ProgramState:
                 yield (piece, meta) if return_meta_data else piece
             if is_all:
                 return
+            session = self._host.session
+            assert session is not None  # without one, `_progress` has raised
             if not await session.advance_async() and not self._has_news(var_name, shown):
                 raise BackendError("nothing is running that could give this text")
 
@@ -225,14 +235,15 @@ class ProgramState:
         """
         if size < 0:
             raise ValueError(f"fork: size {size} is out of range; it must be >= 0")
-        return ProgramStateGroup([self._child() for _ in range(size)], self)
+        return ProgramStateGroup([self._child(index, size) for index in range(size)], self)
 
     def copy(self, size: int = 1, position_ids_offset: Sequence[int] | None = None) -> CopyScope:
         """`with s.copy() as t:` works on a copy; its new variables are gathered at the end."""
         return CopyScope(self.fork(size, position_ids_offset))
 
-    def _child(self) -> ProgramState:
+    def _child(self, index: int, size: int) -> ProgramState:
         child = ProgramState(self._host)
+        child._branch = f"{self._branch}, fork {index}/{size}".removeprefix(", ")
         child._state = child._base = self._state
         child._variables = dict(self._variables)
         child._turns = list(self._turns)
@@ -242,7 +253,11 @@ class ProgramState:
     # How expressions become operations
 
     def _append(self, value: object) -> None:
-        self._append_expr(as_expr(value), caller_line())
+        expr, line = as_expr(value), caller_line()
+        try:
+            self._append_expr(expr, line)
+        except ValueError as error:
+            raise located(error, line) from error.__cause__
 
     def _append_expr(self, expr: Expr, line: Line) -> None:
         host = self._host
@@ -250,12 +265,15 @@ class ProgramState:
             case Constant():
                 self._append_text(expr.text, self._role is None, line)
             case GenExpr():
-                options = resolve(expr.arguments, host.defaults)
+                try:
+                    options = resolve(expr.arguments, host.defaults)
+                except ValueError as error:
+                    what = "gen" if expr.name is None else f"gen {expr.name!r}"
+                    raise located(error, line, what) from error.__cause__
                 self._state, value = host.reading.gen(
                     self._state, expr.name, options, self._role is None, line
                 )
-                if expr.name is not None:
-                    self._variables[expr.name] = Bound(value)
+                self._bind(expr.name, value)
             case Sum():
                 for term in expr.terms:
                     self._append_expr(term, line)
@@ -264,14 +282,19 @@ class ProgramState:
                 self._state, value = host.reading.select(
                     self._state, expr.name, expr.choices, expr.method, trusted, line
                 )
-                if expr.name is not None:
-                    self._variables[expr.name] = Bound(value)
+                self._bind(expr.name, value)
             case RoleBegin():
                 self._begin_role(expr.role)
             case RoleEnd():
                 self._end_role(expr.role)
             case _:
                 raise TypeError(f"a state cannot take {expr!r}")
+
+    def _bind(self, name: str | None, value: ValueId) -> None:
+        if name is not None:
+            self._variables[name] = Bound(value)
+        if self._branch:
+            self._host.branches[value] = self._branch
 
     def _append_text(self, text: str, trusted: bool, line: Line) -> None:
         if text:
@@ -288,13 +311,19 @@ class ProgramState:
         return None
 
     def _begin_role(self, role: str) -> None:
-        assert self._role is None, f"role {role!r} begins inside of role {self._role!r}"
+        if self._role is not None:
+            error = ValueError(
+                f"role {role!r} begins inside of role {self._role!r}; end that first"
+            )
+            raise located(error, caller_line())
         previous = self._turns[-1].role if self._turns else None
         self._append_text(self._host.chat().opening(previous, role), True, caller_line())
         self._role, self._role_base = role, self._state
 
     def _end_role(self, role: str) -> None:
-        assert self._role == role, f"role {role!r} ends, but {self._role!r} is open"
+        if self._role != role:
+            is_open = "no role" if self._role is None else f"role {self._role!r}"
+            raise located(ValueError(f"role {role!r} ends, but {is_open} is open"), caller_line())
         self._turns.append(Turn(role, self._role_base, self._state))
         self._role = None
         self._append_text(self._host.chat().close[role], True, caller_line())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -247,14 +249,140 @@ def test_a_python_error_in_a_batch_is_raised_after_all_have_finished() -> None:
     assert finished == [0, 2, 3]
 
 
-def test_roles_do_not_nest() -> None:
+def _nested(s: pm.ProgramState) -> None:
+    with s.user():
+        s += pm.assistant("x")  # here
+
+
+def _unopened(s: pm.ProgramState) -> None:
+    s.user_end()  # here
+
+
+def _wrong_end(s: pm.ProgramState) -> None:
+    s.user_begin()
+    s += pm.assistant_end()  # here
+
+
+def _no_choices(s: pm.ProgramState) -> None:
+    s += pm.select("x")  # here
+
+
+def _sampled_select(s: pm.ProgramState) -> None:
+    s += pm.select("x", ["a"], temperature=1)  # here
+
+
+def _cold(s: pm.ProgramState) -> None:
+    s += "q" + pm.gen("x", temperature=-1)  # here
+
+
+def _two_constraints(s: pm.ProgramState) -> None:
+    s += pm.gen("x", regex="a", ebnf="b")  # here
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (_nested, "role 'assistant' begins inside of role 'user'"),
+        (_unopened, "role 'user' ends, but no role is open"),
+        (_wrong_end, "role 'assistant' ends, but role 'user' is open"),
+        (_no_choices, "choices: select needs a list"),
+        (_sampled_select, "temperature: 1 is out of range"),
+        (_cold, "gen 'x' failed: temperature: -1 is out of range"),
+        (_two_constraints, "gen takes one constraint, not regex and ebnf"),
+    ],
+)
+def test_what_a_program_writes_wrong_is_a_value_error_that_names_the_line_once(
+    body: Callable[[pm.ProgramState], None], message: str
+) -> None:
+    for eager in (False, True):
+        with pytest.raises(ValueError) as caught:
+            pm.function(body).run(backend=FakeModel(), eager=eager)
+        text = str(caught.value)
+        assert text.startswith(message)
+        assert text.count("test_errors.py:") == 1
+        assert f"in {body.__name__}" in text and text.endswith("# here")
+
+
+def test_a_bad_default_of_run_names_the_gen_that_it_harms() -> None:
+    with pytest.raises(
+        pm.RequestError, match=r"gen 'a' failed: temperature: -1(.|\n)*two_branches"
+    ):
+        two_branches.run(temperature=-1, backend=FakeModel())
+
+
+def test_streaming_while_a_program_is_recorded_is_no_assertion() -> None:
+    async def first(s: pm.ProgramState) -> None:
+        async for _ in s.text_async_iter("a"):
+            return
+
     @pm.function
     def program(s: pm.ProgramState) -> None:
-        with s.user():
-            s += pm.assistant("x")
+        s += "x" + pm.gen("a")
+        asyncio.run(first(s))
 
-    with pytest.raises(AssertionError, match="inside of role 'user'"):
-        program.run(backend=FakeModel())
+    with pytest.raises(pm.ConcretizationError):
+        program.trace()
+
+
+@pm.function
+def greet(s: pm.ProgramState, name: str, style: str = "") -> None:
+    s += f"{name}{style}" + pm.gen("a")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"max_tokens": 3},
+            r"greet\(\) has no argument 'max_tokens'; did you mean max_new_tokens\?",
+        ),
+        ({"tempreture": 1}, r"'tempreture'; did you mean temperature\?"),
+        ({"styl": "x"}, r"'styl'; did you mean style\?"),
+        ({"zzz": 1}, r"has no argument 'zzz'$"),
+    ],
+)
+def test_an_argument_that_nothing_takes_gets_a_hint(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        greet.run("x", backend=FakeModel(), **wrong)
+    with pytest.raises(TypeError, match=r"styl'; did you mean style\?"):
+        greet.bind(styl="x")
+    with pytest.raises(TypeError, match=r"styl'; did you mean style\?"):
+        greet.trace("x", styl="x")
+    with pytest.raises(TypeError, match=r"run_batch\(\) has .*; did you mean max_new_tokens\?"):
+        greet.run_batch([("x",)], max_tokens=3, backend=FakeModel())
+
+
+def test_a_program_may_have_an_argument_of_that_name() -> None:
+    @pm.function
+    def program(s: pm.ProgramState, max_tokens: int) -> None:
+        s += "x" + pm.gen("a", max_tokens=max_tokens)
+
+    @pm.function
+    def open_ended(s: pm.ProgramState, **kwargs: int) -> int:
+        return kwargs["max_tokens"]
+
+    model = FakeModel()
+    program.run(max_tokens=3, backend=model).sync()
+    assert model.calls[0].request.sampling.max_new_tokens == 3
+    assert open_ended.run(max_tokens=4, backend=model).ret_value == 4
+    assert open_ended.run_batch([{"max_tokens": 5}], backend=model)[0].ret_value == 5
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"nam": "x"}, r"batch_kwargs\[1\]: greet\(\) has no argument 'nam'; did you mean name\?"),
+        ({}, r"batch_kwargs\[1\]: missing a required argument: 'name'"),
+        ((), r"batch_kwargs\[1\]: missing a required argument: 'name'"),
+        (("a", "b", "c"), r"batch_kwargs\[1\]: 3 arguments for greet"),
+        (7, r"batch_kwargs\[1\]: int is neither"),
+    ],
+)
+def test_arguments_of_a_bad_entry_are_told_before_anything_runs(entry: Any, message: str) -> None:
+    model = FakeModel()
+    with pytest.raises(TypeError, match=message):
+        greet.run_batch([{"name": "x"}, entry], backend=model)
+    model.assert_calls(0)
 
 
 def test_no_backend_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
