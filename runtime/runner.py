@@ -20,6 +20,9 @@ from .config import EngineConfig
 from .memory import available_bytes
 from .weights import Checkpoint
 
+STORED = "stored"  # RunnerChoice.weights: each tensor as it lies in the file, where it can be
+KEPT_ENCODINGS = frozenset({"bf16", "f16", "q8_0", "q4_0", "q4_1"})  # the others become fp32
+
 
 class StepHandle(Protocol):
     def sample(self, params: SampleBatch) -> SampleResult:
@@ -119,7 +122,7 @@ def _cpu_choice(config: EngineConfig) -> RunnerChoice:
 
 
 def _native_choice(config: EngineConfig) -> RunnerChoice:
-    weights = "stored" if config.weights == "auto" else config.weights
+    weights = STORED if config.weights == "auto" else config.weights
 
     def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
         from .cpu_runner import CpuRunner
