@@ -1,6 +1,10 @@
 """Compiling grammars off the hot path: single flight, a bounded cache, a time budget.
 
     request(spec) -> queue -> worker thread: backend.compile -> cache -> ready(spec) / get(spec)
+    cancel(spec): a queued compile for which nobody waits any more is dropped
+
+The shortest source is compiled first, so that a light grammar does not wait for the heavy ones
+before it; each later arrival counts as 1 KiB, so that no grammar is passed over for ever.
 
 Engines release the interpreter lock while they compile, so threads are enough and the step loop
 goes on. A thread can't be killed: a compile over its budget fails for those who wait, its worker
@@ -12,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,6 +29,7 @@ _logger = logging.getLogger(__name__)
 _MAX_ERRORS = 1024  # of the negative cache
 _MAX_LOST_WORKERS = 8  # stuck in compiles over their budget; then nothing new is started
 _CLOSE_WAIT_S = 5.0
+_BYTES_PER_ARRIVAL = 1024  # how much shorter a later source must be to go first
 _STACK_BYTES = 64 * 1024 * 1024  # engines recurse over rules; virtual until touched
 
 
@@ -32,6 +37,8 @@ _STACK_BYTES = 64 * 1024 * 1024  # engines recurse over rules; virtual until tou
 class _Job:
     spec: GrammarSpec
     key: str
+    rank: int  # the lowest is compiled first
+    num_waiting: int = 0  # requests not cancelled
     started: float | None = None  # when a worker took it
     done: threading.Event = field(default_factory=threading.Event)
     result: CompiledGrammar | GrammarError | None = None
@@ -62,7 +69,9 @@ class GrammarCompiler:
         self._clock = clock
         self._num_threads = num_threads
         self._condition = threading.Condition()
-        self._queue: deque[_Job] = deque()
+        self._queue: list[_Job] = []
+        self._running: set[_Job] = set()  # on a worker, not finished
+        self._num_arrivals = 0
         self._jobs: dict[str, _Job] = {}  # not finished, by key
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._errors: OrderedDict[str, GrammarError] = OrderedDict()
@@ -89,13 +98,22 @@ class GrammarCompiler:
     def request(self, spec: GrammarSpec) -> None:
         """Start compiling `spec` unless it is known or under way. Does not block."""
         with self._condition:
-            self._job_for(spec)
+            job = self._job_for(spec)
+            if job is not None:
+                job.num_waiting += 1
+
+    def cancel(self, spec: GrammarSpec) -> None:
+        """Take back one `request` of a grammar that is not `ready`; others stay in force."""
+        with self._condition:
+            job = self._jobs.get(spec.key)
+            if job is not None:
+                self._leave(job)
 
     def ready(self, spec: GrammarSpec) -> bool:
         """True when `get` returns or raises at once. Does not block; requests what is unknown."""
         with self._condition:
-            job = self._job_for(spec)
-            return job is None or self._is_over_budget(job)
+            self._free_stuck_workers()
+            return self._job_for(spec) is None
 
     def get(self, spec: GrammarSpec) -> CompiledGrammar:
         """The compiled grammar; waits for it unless `ready`.
@@ -105,17 +123,22 @@ class GrammarCompiler:
         """
         while True:
             with self._condition:
+                self._free_stuck_workers()
                 job = self._job_for(spec)
                 if job is None:
                     return self._known(spec.key)
-                if self._is_over_budget(job):
-                    raise self._give_up(job)
                 wait_s = self._budget_s
                 if job.started is not None:
                     wait_s = max(0.0, job.started + self._budget_s - self._clock())
-            if job.done.wait(wait_s) and job.result is not None:
-                if isinstance(job.result, GrammarError):
-                    raise job.result
+                job.num_waiting += 1
+            try:
+                job.done.wait(wait_s)
+            finally:
+                with self._condition:
+                    self._leave(job)
+            if isinstance(job.result, GrammarError):
+                raise job.result
+            if job.result is not None:
                 return job.result
 
     def check(self, spec: GrammarSpec) -> tuple[str, ...]:
@@ -150,7 +173,9 @@ class GrammarCompiler:
                 raise GrammarError("the grammar compiler was closed")
             if self._num_lost >= _MAX_LOST_WORKERS:
                 raise GrammarError("too many grammars are over their compile budget; try later")
-            job = self._jobs[key] = _Job(spec, key)
+            self._num_arrivals += 1
+            rank = len(spec.source) + self._num_arrivals * _BYTES_PER_ARRIVAL
+            job = self._jobs[key] = _Job(spec, key, rank)
             self._queue.append(job)
             self._start_worker_if_needed()
             self._condition.notify()
@@ -173,21 +198,32 @@ class GrammarCompiler:
             worker.start()
             threading.stack_size(previous)
 
-    def _is_over_budget(self, job: _Job) -> bool:
-        return job.started is not None and self._clock() - job.started > self._budget_s
+    def _leave(self, job: _Job) -> None:
+        """One waits less for `job`; the last one takes it out of the queue."""
+        job.num_waiting -= 1
+        if job.num_waiting <= 0 and job in self._queue:
+            self._queue.remove(job)
+            del self._jobs[job.key]
+            job.done.set()  # whoever looks for it nevertheless asks anew
 
-    def _give_up(self, job: _Job) -> GrammarError:
-        """Record that `job` is over its budget, once, and free its place."""
-        error = GrammarError(f"{job.spec.kind}: compiling takes longer than {self._budget_s} s")
-        if job.result is None:
-            _logger.warning("grammar %s is over its compile budget", job.key)
-            self._num_lost += 1
-            self._finish(job, error)
-            self._start_worker_if_needed()
-        return error
+    def _free_stuck_workers(self) -> None:
+        """Give up compiles over their budget, once each, whoever waits for them or not."""
+        now = self._clock()
+        for job in list(self._running):
+            if job.started is not None and now - job.started > self._budget_s:
+                _logger.warning("grammar %s is over its compile budget", job.key)
+                self._num_lost += 1
+                self._finish(
+                    job,
+                    GrammarError(
+                        f"{job.spec.kind}: compiling takes longer than {self._budget_s} s"
+                    ),
+                )
+                self._start_worker_if_needed()
 
     def _finish(self, job: _Job, result: CompiledGrammar | GrammarError) -> None:
         job.result = result
+        self._running.discard(job)
         self._jobs.pop(job.key, None)
         self._store(job.key, result)
         job.done.set()
@@ -230,7 +266,9 @@ class GrammarCompiler:
             self._num_idle -= 1
             if not self._queue:
                 return None
-            job = self._queue.popleft()
+            job = min(self._queue, key=lambda waiting: waiting.rank)
+            self._queue.remove(job)
+            self._running.add(job)
             job.started = self._clock()
             return job
 

@@ -411,7 +411,8 @@ class Engine:
         except Exception as fault:  # fault boundary: the request still ends
             sequence.status = Status.FINISHED
             logger.error("request %s: release failed", sequence.request_id, exc_info=fault)
-        self._compiling.pop(sequence.arrival, None)
+        if self._compiling.pop(sequence.arrival, None) is not None and sequence.request.grammar:
+            self._grammars.cancel(sequence.request.grammar)
         if self._live.get(sequence.request_id) is sequence:
             del self._live[sequence.request_id]
         is_complete = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)

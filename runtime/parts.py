@@ -36,6 +36,10 @@ class GrammarSource(Protocol):
         """Start compiling, unless it is done or under way. Never blocks."""
         ...
 
+    def cancel(self, spec: GrammarSpec) -> None:
+        """Take back one `request` of a grammar that is not ready: nobody waits for it."""
+        ...
+
     def ready(self, spec: GrammarSpec) -> bool:
         """Whether `get` answers at once; a failed compilation is ready too."""
         ...

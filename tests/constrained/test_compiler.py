@@ -148,6 +148,91 @@ def test_too_many_stuck_compiles_refuse_new_ones(
     compiler.close()
 
 
+def test_a_compile_nobody_waits_for_is_dropped(
+    vocabulary: Vocabulary, backend: GatedBackend
+) -> None:
+    compiler = GrammarCompiler(vocabulary, backend, num_threads=1, budget_s=60)
+    compiler.request(choice("slow"))
+    wait_until_started(backend, 1)
+    left = [choice("left", str(i)) for i in range(50)]
+    shared = choice("shared")
+    for spec in (*left, shared, shared):
+        compiler.request(spec)
+    for spec in (*left, shared):
+        compiler.cancel(spec)
+    compiler.cancel(choice("slow"))  # under way: it goes on
+    compiler.cancel(choice("unknown"))
+    assert compiler.num_pending == 2
+    backend.gate.set()
+    compiler.check(shared)
+    assert backend.num_compiles == 2
+    compiler.check(left[0])  # may be asked for again
+    assert backend.num_compiles == 3
+    compiler.close()
+
+
+def test_cancelling_leaves_those_who_wait_in_get(
+    vocabulary: Vocabulary, backend: GatedBackend
+) -> None:
+    compiler = GrammarCompiler(vocabulary, backend, num_threads=1, budget_s=60)
+    compiler.request(choice("slow"))
+    wait_until_started(backend, 1)
+    spec = choice("wanted")
+    results: list[CompiledGrammar] = []
+    waiter = threading.Thread(target=lambda: results.append(compiler.get(spec)))
+    waiter.start()
+    while compiler.num_pending < 2:
+        threading.Event().wait(0.001)
+    for _ in range(3):  # once too often: whoever waits asks anew
+        compiler.cancel(spec)
+    backend.gate.set()
+    waiter.join()
+    assert results == [compiler.get(spec)]
+    compiler.close()
+
+
+def test_the_shortest_source_goes_first_but_passes_over_none_for_ever(
+    vocabulary: Vocabulary, backend: GatedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    compile_one = backend.compile
+
+    def record(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
+        compiled.append(spec.source[:9])
+        return compile_one(spec, vocabulary)
+
+    monkeypatch.setattr(backend, "compile", record)
+    compiler = GrammarCompiler(vocabulary, backend, num_threads=1, budget_s=60)
+    compiler.request(choice("slow"))
+    wait_until_started(backend, 1)
+    specs = [choice(f"heavy{i}" + "x" * 8000) for i in range(3)]
+    specs += [choice(f"light{i}") for i in range(20)]
+    for spec in specs:
+        compiler.request(spec)
+    backend.gate.set()
+    for spec in specs:
+        compiler.check(spec)
+    order = [source[2:] for source in compiled[1:]]
+    assert order[:4] == ['light0"', 'light1"', 'light2"', 'light3"']
+    assert 4 < order.index("heavy0x") < order.index("light15")
+    assert sorted(order) == sorted(spec.source[2:9] for spec in specs)
+    compiler.close()
+
+
+def test_a_stuck_compile_nobody_polls_gives_its_place_away(
+    vocabulary: Vocabulary, backend: GatedBackend
+) -> None:
+    clock = Clock()
+    compiler = GrammarCompiler(vocabulary, backend, num_threads=1, clock=clock)
+    compiler.request(choice("slow"))
+    wait_until_started(backend, 1)
+    compiler.cancel(choice("slow"))
+    clock.now = 2.5
+    compiler.check(choice("quick"))
+    backend.gate.set()
+    compiler.close()
+
+
 def test_whatever_an_engine_raises_ends_one_grammar(
     vocabulary: Vocabulary, backend: GatedBackend
 ) -> None:

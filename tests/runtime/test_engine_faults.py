@@ -394,6 +394,33 @@ def test_stop_matching(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert faulty.stats().used_pages == 0
 
 
+def test_grammars_of_aborted_requests_are_not_compiled() -> None:
+    class Grammars(GrammarCompiler):
+        num_cancelled = 0
+
+        def cancel(self, spec: GrammarSpec) -> None:
+            self.num_cancelled += 1
+            super().cancel(spec)
+
+    tokenizer = ByteTokenizer()
+    grammars = Grammars(tokenizer.vocabulary(300), select_backend(), num_threads=0)
+    runner = FakeRunner(num_pages=64, page_size=4, vocab_size=300)
+    busy = fake_engine(runner=runner, tokenizer=tokenizer, grammars=grammars)
+    busy.submit(
+        [
+            Request(request_id=f"r{i}", prompt_ids=(1, 2), grammar=GrammarSpec.regex(f"a{{{i}}}"))
+            for i in range(1, 80)
+        ]
+    )
+    assert grammars.num_pending == 79
+    busy.abort([f"r{i}" for i in range(1, 79)])
+    assert grammars.num_cancelled == 78
+    assert grammars.num_pending == 1
+    busy.abort(["r79"])
+    assert grammars.num_pending == 0
+    busy.check()
+
+
 def test_a_failing_release_still_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = engine()
 
