@@ -51,10 +51,30 @@ _SERVER_HELP = {
     "max_body_bytes": "largest body of a request",
     "max_header_bytes": "largest headers of a request",
     "default_max_tokens": "new tokens of a chat that names no limit; 0: up to the context",
+    "header_timeout_s": "from the first byte of a request to the end of its headers",
+    "body_timeout_s": "for the body of a request",
+    "keep_alive_s": "idle time of a connection between two requests",
+    "sse_heartbeat_s": "a comment line while a stream waits for so long",
+    "max_messages": "messages of one chat",
+    "max_tools": "tools of one chat",
+    "max_salt_length": "characters of cache_salt and extra_key",
+    "max_rid_length": "characters of a request's id",
     "request_timeout_s": "queueing and generation of one request",
     "drain_timeout_s": "what running requests get after SIGTERM",
     "heartbeat_limit_s": "no sign of the engine for longer: not ready",
     "dead_limit_s": "no sign of the engine for longer: given up",
+}
+
+
+_LIMIT_HELP = {
+    "max_choices": "prompts times n of one HTTP request",
+    "max_stop_strings": "stop strings",
+    "max_stop_length": "characters of one stop string",
+    "max_stop_token_ids": "stop token ids",
+    "max_top_logprobs": "alternatives of one token",
+    "max_logit_bias": "entries of logit_bias",
+    "max_grammar_bytes": "size of a schema, regex or grammar",
+    "max_waiting": "queued requests, before an answer is `overloaded`",
 }
 
 
@@ -91,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="palmette",
         description="One shared prefix, many continuations, constrained shapes.",
     )
+    parser.add_argument("--version", action="version", version=f"palmette {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
@@ -100,18 +121,27 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     serve = add("serve", _serve, "serve a model over HTTP")
-    add_engine_options(serve)
     _add_server_options(serve)
+    add_engine_options(serve)
+    _add_fields(serve.add_argument_group("limits of one request"), Limits(), _LIMIT_HELP)
     run = add("run", _run, "run a program file with the model as its default backend")
-    run.add_argument("file", type=Path)
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="for the program")
+    run.usage = "palmette run [options] FILE [ARGUMENT ...]"
+    run.description = (
+        "Run a program file with the model, or a server, as its default backend: FILE needs no "
+        "set_default_backend(). Options of palmette stand before FILE."
+    )
+    run.add_argument("file", type=Path, metavar="FILE")
+    run.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="for the program"
+    )
+    _add_url_options(run)
     add_engine_options(run)
     chat = add("chat", _chat, "chat in the terminal")
-    chat.add_argument("--system", help="the system message")
-    chat.add_argument("--max-tokens", type=int, default=None)
-    chat.add_argument("--temperature", type=float, default=0.7)
-    chat.add_argument("--url", help="a running server; default: load the model here")
-    chat.add_argument("--api-key", default=os.environ.get("PALMETTE_API_KEY"))
+    chat.add_argument("--system", help="the system message; default: none")
+    text = "most tokens of one answer; default: up to the context"
+    chat.add_argument("--max-tokens", type=int, default=None, help=text)
+    chat.add_argument("--temperature", type=float, default=0.7, help="default: %(default)s")
+    _add_url_options(chat)
     add_engine_options(chat)
     pull = add("pull", _pull, "fetch a built-in model into the cache")
     pull.add_argument("model", nargs="?", default=EngineConfig().model, help="default: %(default)s")
@@ -123,14 +153,24 @@ def _parser() -> argparse.ArgumentParser:
     add("doctor", _doctor, "show what this installation can do")
     demo = add("demo", _demo, "run the built-in program")
     add_engine_options(demo)
+    for command in (serve, chat, demo):
+        command.usage = f"{command.prog} [options]"  # the groups below name them all
     add("version", _version, "print the version")
     return parser
+
+
+def _add_url_options(parser: argparse.ArgumentParser) -> None:
+    text = "a running server; default: load the model here"
+    parser.add_argument("--url", help=text)
+    text = "key of that server; default: PALMETTE_API_KEY"
+    parser.add_argument("--api-key", default=os.environ.get("PALMETTE_API_KEY"), help=text)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """One flag per field of `EngineConfig` and its scheduler; names as in the code."""
     group = parser.add_argument_group("engine")
     _add_fields(group, EngineConfig(), _ENGINE_HELP, skip=("scheduler", "limits"))
+    group = parser.add_argument_group("scheduler of the engine")
     _add_fields(group, SchedulerConfig(), _ENGINE_HELP)
 
 
@@ -145,9 +185,8 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--api-key-file", type=Path, help="keys, one a line; mode 0600")
     levels = ("debug", "info", "warning", "error")
-    group.add_argument("--log-level", choices=levels, default="warning")
-    limits = parser.add_argument_group("limits of one request")
-    _add_fields(limits, Limits(), {})
+    text = "default: %(default)s"
+    group.add_argument("--log-level", choices=levels, default="warning", help=text)
 
 
 def _add_fields(
@@ -161,7 +200,9 @@ def _add_fields(
         text = texts.get(field.name, "")
         if isinstance(default, bool):
             action = argparse.BooleanOptionalAction
-            group.add_argument(flag, action=action, default=default, help=text or None)
+            shown = f"default: {'on' if default else 'off'}"
+            help_text = "; ".join(part for part in (text, shown) if part)
+            group.add_argument(flag, action=action, default=default, help=help_text)
             continue
         kind = {"int | None": int, "str | None": str}.get(str(field.type), type(default))
         shown = "" if default is None else "default: %(default)s"
@@ -209,7 +250,13 @@ def _api_keys(options: argparse.Namespace) -> tuple[str, ...]:
 def _run(options: argparse.Namespace) -> int:
     from .commands import run
 
-    return run(options.file, options.arguments, engine_config(options))
+    return run(
+        options.file,
+        options.arguments,
+        engine_config(options),
+        url=options.url,
+        api_key=options.api_key,
+    )
 
 
 def _chat(options: argparse.Namespace) -> int:

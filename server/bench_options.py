@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,7 @@ class BenchOptions:
             workloads=workloads,
             scale=args.scale,
             rounds=args.rounds,
-            seed=args.seed,
+            seed=_clock_seed() if args.seed is None else args.seed,
             timeout_s=args.timeout_s,
             has_flush=args.flush_cache,
         )
@@ -56,6 +57,11 @@ class BenchOptions:
             raise UserError(f"rounds: {self.rounds} is out of range; must be >= 1")
         if not self.timeout_s > 0:
             raise UserError(f"timeout_s: {self.timeout_s} is out of range; must be > 0")
+
+
+def _clock_seed() -> int:
+    """Another one every millisecond, short enough to be typed."""
+    return time.time_ns() // 1_000_000 % 1_000_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed",
         type=int,
-        default=0,
-        help="of the prompts; a server that has seen them has them in its cache",
+        default=None,
+        help="of the prompts; default: from the clock, as a server that has seen the prompts of a "
+        "seed has them in its cache",
     )
     parser.add_argument(
         "--tokenizer",

@@ -231,6 +231,7 @@ def run(args: argparse.Namespace) -> int:
     """
     options = BenchOptions.of(args)
     console = Console()
+    console.print(f"prompts of seed {options.seed}; --seed {options.seed} repeats them")
     record, measurements = asyncio.run(_measure_all(options, args.tokenizer, console))
     console.print(figures_table(measurements, title=f"{record['model']} at {options.url}"))
     for line in _remarks(measurements):
@@ -307,10 +308,10 @@ _COLUMNS: tuple[tuple[str, Callable[[dict[str, float | None]], str]], ...] = (
 def figures_table(measurements: Sequence[Measurement], *, title: str) -> Table:
     """One row a workload: medians of its rounds."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    table.add_column("", no_wrap=True)
-    table.add_column("at\nonce", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    table.add_column("at\nonce", justify="right", overflow="fold")
     for name, _ in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", overflow="fold")
     for measurement in measurements:
         figures = median_figures(measurement.rounds)
         workload = measurement.workload

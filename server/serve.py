@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.request import EngineInfo
 
-from .config import ServerConfig
+from .config import ServerConfig, UserError
 from .remote_engine import ENGINE_COMMAND, EngineLoadError, RemoteEngine
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket.
 
     Raises:
-        OSError: when the address is taken or not ours.
+        UserError: when the address is taken or not ours; names the way out.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -33,9 +34,12 @@ def bind(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         sock.listen(2048)
-    except OSError:
+    except OSError as error:
         sock.close()
-        raise
+        remedy = "choose another --host or --port (0: any free port)"
+        if error.errno == errno.EADDRINUSE:
+            remedy = "stop what listens there, or choose another --port (0: any free port)"
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; {remedy}") from error
     return sock
 
 
@@ -52,7 +56,7 @@ async def serve(
 
     Raises:
         EngineLoadError: when the model cannot be loaded.
-        OSError: when the address cannot be bound.
+        UserError: when the address cannot be bound.
         ValueError: when the tokenizer cannot be read.
     """
     sock = bind(config.host, config.port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import socket
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from rich.console import Console
 from running_server import RunningServer
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -20,7 +22,7 @@ from starlette.routing import Route
 
 from palmette.server import __main__ as cli
 from palmette.server.bench_options import BenchOptions
-from palmette.server.bench_serve import Bench, Measurement, is_bad, token_counter
+from palmette.server.bench_serve import Bench, Measurement, figures_table, is_bad, token_counter
 from palmette.server.bench_workloads import Scale
 from palmette.server.config import UserError
 
@@ -151,6 +153,31 @@ def test_our_server(
     assert medians["W3-own"]["cached_tokens"] == 0
     assert record["ignore_eos"] is True
     assert record["machine"]["cores"] >= 1
+
+
+def test_a_second_run_has_prompts_of_its_own_unless_the_seed_is_given(
+    fake: Fake, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prompts(*arguments: str) -> tuple[list[str], int]:
+        fake.bodies.clear()
+        flags = ["--url", url, "--scale", "small", "--workloads", "W2-8", *arguments]
+        assert cli.main(["bench", "serve", *flags]) == 0
+        out = capsys.readouterr().out
+        assert "\N{HORIZONTAL ELLIPSIS}" not in out
+        seed = int(out.partition("prompts of seed ")[2].partition(";")[0])
+        return sorted(str(body["prompt"]) for body in fake.bodies[1:]), seed
+
+    first, seed = prompts()
+    second, _ = prompts()
+    assert first and not set(first) & set(second)
+    assert prompts("--seed", str(seed)) == (first, seed)
+
+
+def test_the_table_folds_where_it_is_too_wide(fake: Fake, url: str) -> None:
+    console = Console(file=io.StringIO(), width=30)
+    console.print(figures_table([measure(url, "W2-8")], title="model at an address"))
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out
 
 
 def test_calls_keep_to_the_concurrency(fake: Fake, url: str) -> None:

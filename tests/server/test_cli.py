@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from running_server import RunningServer
 from palmette import __version__
 from palmette.runtime.config import EngineConfig
 from palmette.server import __main__ as cli
+from palmette.server import doctor
 from palmette.server.chat import RemoteChat, converse
 from palmette.server.commands import run_file
 
@@ -60,6 +62,100 @@ def test_unknown_words_are_status_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2
+
+
+def test_the_version_is_a_flag_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"palmette {__version__}\n"
+
+
+def test_a_busy_port_is_told_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port), "--model", "/no/such/model"]) == 2
+    assert capsys.readouterr().err == (
+        f"palmette serve: cannot listen on 127.0.0.1:{port}: Address already in use; stop what "
+        "listens there, or choose another --port (0: any free port)\n"
+    )
+
+
+def test_a_foreign_address_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--host", "192.0.2.1", "--model", "/no/such/model"]) == 2
+    error = capsys.readouterr().err
+    assert "cannot listen on 192.0.2.1:30000: " in error and "another --host" in error
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "titles"),
+    [
+        ("serve", ["options:", " server:", "engine:", "scheduler of", "limits of one request:"]),
+        ("run", ["positional arguments:", "options:", "--url", "engine:", "scheduler of"]),
+        ("chat", ["options:", "--system", "--url", "engine:", "scheduler of"]),
+        ("demo", ["options:", "engine:", "scheduler of"]),
+    ],
+)
+def test_help_names_the_commands_own_flags_before_those_of_the_engine(
+    command: str, titles: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(command, capsys)
+    places = [text.index(title) for title in titles]
+    assert places == sorted(places)
+    assert f"usage: palmette {command} [options]" in text
+
+
+def test_help_tells_defaults_and_what_a_program_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    chat = help_of("chat", capsys)
+    for part in ("--temperature TEMPERATURE default: 0.7", "default: up to the context"):
+        assert part in chat
+    assert "share prefixes among requests; default: on" in chat
+    assert "FILE needs no set_default_backend()" in help_of("run", capsys)
+
+
+def test_a_program_runs_on_a_server(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import palmette as pm\n"
+        "@pm.function\n"
+        "def ask(s):\n"
+        "    s += 'x' + pm.gen('a', max_tokens=4, temperature=0, ignore_eos=True)\n"
+        "print(ask.run().get_meta_info('a')['completion_tokens'])\n"
+    )
+    assert cli.main(["run", "--url", server.url, str(program)]) == 0
+    assert capsys.readouterr().out == "4\n"
+    assert cli.main(["run", "--url", "http://127.0.0.1:9", str(program)]) == 2
+    assert capsys.readouterr().err.startswith("palmette run: http://127.0.0.1:9: ")
+
+
+def test_tables_fold_and_lose_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    value = "/a/path/that/is/longer/than/the/terminal/is/wide/model.gguf"
+    monkeypatch.setattr(doctor, "findings", lambda: [("default model", value, True)])
+    assert doctor.doctor() == 0
+    out = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out
+    assert "".join(out.replace("default model", "").split()) == value
+
+
+def test_hints_quote_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    assert doctor._extra("serve", ("fastapi",))[1] == (
+        "missing: fastapi (pip install 'palmette[serve]')"
+    )
 
 
 def test_flags_make_the_configuration() -> None:
