@@ -210,6 +210,63 @@ def test_ebnf(accepts: Accepts, grammar: str, valid: list[str], invalid: list[st
     assert [text for text in invalid if accepts(spec, text)] == []
 
 
+@pytest.mark.parametrize(
+    ("grammar", "allowed", "refused"),
+    [
+        ('root ::= ("a"*)*', ["", "a", "aaa"], ["b"]),
+        ('root ::= ("a"+)?', ["", "a", "aa"], ["b"]),
+        ('root ::= ("a"?)?', ["", "a"], ["aa"]),
+        ('root ::= ("a"{2}){3}', ["aaaaaa"], ["aa", "aaa", "aaaaa"]),
+        ('root ::= ("a"*)+ "b"', ["b", "aab"], ["", "aa"]),
+        ('root ::= (("a" "b")+){2}', ["abab", "ababab"], ["ab", "aabb"]),
+        ('root ::= "a"{0}', [""], ["a"]),
+        ('root ::= ("a"){0,0} "b" "c"{0}', ["b"], ["ab", "bc", ""]),
+        ('root ::= start WHOLE_TEXT\nstart ::= "a"\nWHOLE_TEXT ::= "b"', ["ab"], ["a", "b"]),
+        ('root ::= start?\nstart ::= "a" root', ["", "a", "aa"], ["b"]),
+        ('root ::= A a\nA ::= "a"\na ::= "b"', ["ab"], ["aa", "bb"]),
+        ('root ::= x-y x_y xY\nx-y ::= "a"\nx_y ::= "b"\nxY ::= "c"', ["abc"], ["aaa"]),
+        ('root ::= 1x _ \u00e9\n1x ::= "a"\n_ ::= "b"\n\u00e9 ::= "c"', ["abc"], ["ab"]),
+        ('root ::= "a\nb"', ["a\nb"], ["ab"]),
+        (r'root ::= "\u0041\u0022\U00000043"', ['A"C'], ["A"]),
+        (r"root ::= [a&&b~~c^]", ["a", "&", "b", "~", "c", "^"], ["d"]),
+        (r"root ::= [+--a]", ["+", ",", "-", "a"], ["b", "."]),
+        (r"root ::= [^\]\n-]", ["a", "["], ["]", "-", "\n"]),
+        (r"root ::= [-a/\x41-\u0043]", ["-", "a", "/", "A", "B", "C"], ["D", "b"]),
+    ],
+)
+def test_ebnf_means_what_it_says(
+    accepts: Accepts, grammar: str, allowed: list[str], refused: list[str]
+) -> None:
+    for text in allowed:
+        assert accepts(GrammarSpec.ebnf(grammar), text), text
+    for text in refused:
+        assert not accepts(GrammarSpec.ebnf(grammar), text), text
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ('root ::= x\nx ::= "a"\nx ::= "b"', r"^ebnf: rule 'x' is defined twice$"),
+        ("root ::= x", r"^ebnf: rule 'x' is not defined$"),
+        ('x ::= "a"', r"^ebnf: there is no rule 'root'$"),
+        ("root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000, r"^ebnf, line 1: parentheses nested"),
+        ("root ::= " + '("a" ' * 3000, r"^ebnf, line 1: parentheses nested deeper .* 100$"),
+        ('root ::= x\nx ::= "a"{3,2}', r"^ebnf, line 2: a repeat of 3 to 2 times is none$"),
+        ('root ::= "a"{99999999999}', r"^ebnf, line 1: a repeat counts to 100000 at most$"),
+        ("root ::= [z-a]", r"^ebnf, line 1: the range z-a is empty$"),
+        ("root ::= []", r"^ebnf, line 1: a class without characters$"),
+        ("root ::= [^]", r"^ebnf, line 1: a class without characters$"),
+        ('root ::= "\\', r"^ebnf, line 1: the grammar ends inside an escape$"),
+        ("root ::= [\\", r"^ebnf, line 1: the grammar ends inside an escape$"),
+    ],
+)
+def test_ebnf_messages_speak_of_the_grammar(
+    compiler: GrammarCompiler, grammar: str, message: str
+) -> None:
+    with pytest.raises(GrammarError, match=message):
+        compiler.check(GrammarSpec.ebnf(grammar))
+
+
 @pytest.mark.parametrize("grammar", ['root ::= "\\uD800"', "root ::= a b", "", "root = 1"])
 def test_ebnf_errors(compiler: GrammarCompiler, grammar: str) -> None:
     with pytest.raises(GrammarError, match="ebnf"):
