@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from .text_service import TextService
 # A body over the limit is read on, and dropped, up to so many times the limit: a client that still
 # sends when the connection closes would see a reset instead of the answer.
 _LINGER = 4
+# int() takes 4300 digits at most; no honest client pads with so many zeros
+_CONTENT_LENGTH = re.compile(r"[0-9]{1,20}")
 
 
 @dataclass(slots=True)
@@ -134,10 +137,17 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
     """The whole body, bounded in size and time.
 
     Raises:
-        ApiError: 413 or 408.
+        ApiError: 400, 413 or 408.
     """
     declared = request.headers.get("content-length", "0")
-    too_large = declared.isdecimal() and int(declared) > config.max_body_bytes
+    if not _CONTENT_LENGTH.fullmatch(declared):
+        raise ApiError(
+            400,
+            "content-length: must be 1 to 20 digits",
+            code="invalid_http",
+            headers={"connection": "close"},
+        )
+    too_large = int(declared) > config.max_body_bytes
     body = bytearray()
     num_bytes = 0
     try:

@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from palmette.constrained.spec import GrammarKind, GrammarSpec, Whitespace
 from palmette.runtime.request import (
@@ -171,7 +171,11 @@ def check_priority(value: int) -> int:
 
 def token_ids(value: Sequence[object], name: str) -> TokenIds:
     """A list of JSON values as token ids; ranges are judged by `check_request`."""
-    for position, item in enumerate(value):
+    if set(map(type, value)) == {int}:
+        ids = cast(TokenIds, tuple(value))
+        if min(ids) >= 0 and max(ids) < 2**31:
+            return ids
+    for position, item in enumerate(value):  # slow: only to name the first that is wrong
         if type(item) is not int:
             raise invalid(f"{name}[{position}]: expected a token id, an int", name, "invalid_type")
         if not 0 <= item < 2**31:

@@ -12,7 +12,7 @@ from .context import ServerContext
 from .openai_format import LogprobFormat, finish_reason, usage
 from .respond import Chunk
 from .schemas import ChatBody, CompletionBody, OpenAIBody
-from .tools import ToolMode, forced_call, tool_call
+from .tools import ToolMode, forced_call, is_complete, tool_call
 
 
 class _Answers:
@@ -80,20 +80,25 @@ class ChatFormat(_Answers):
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self._text(choice.text)}
-        reason = finish_reason(choice.finish)
         called = forced_call(choice.text, self._mode) if self._mode.is_forced else None
         if called is not None:
             message |= {"content": None, "tool_calls": [called]}
-            reason = "tool_calls" if reason == "stop" else reason
         message["refusal"] = None
         logprobs = self._logprobs.chat(choice.logprobs) if self._wants_logprobs else None
         return {
             "index": choice.index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": reason,
+            "finish_reason": self._reason(choice),
             **self._ids(choice.token_ids),
         }
+
+    def _reason(self, choice: Choice) -> str | None:
+        """tool_calls only for a call that is whole: a client will parse it."""
+        reason = finish_reason(choice.finish)
+        if reason == "stop" and self._mode.is_forced and is_complete(choice.text, self._mode):
+            return "tool_calls"
+        return reason
 
     def begin(self) -> Iterable[Chunk]:
         for choice in self._call.choices:
@@ -112,11 +117,8 @@ class ChatFormat(_Answers):
         if delta or scored or (self._return_ids and output.token_ids):
             yield self._delta(choice, delta, output.logprobs, output.token_ids)
         if output.finish is not None:
-            reason = finish_reason(output.finish)
-            if self._mode.is_forced and reason == "stop":
-                reason = "tool_calls"
             chunk = self._delta(choice, {})
-            chunk["choices"][0]["finish_reason"] = reason
+            chunk["choices"][0]["finish_reason"] = self._reason(choice)
             yield chunk
 
     def _tool_delta(self, choice: Choice, output: Output) -> dict[str, Any]:
@@ -128,7 +130,8 @@ class ChatFormat(_Answers):
             return {}
         called = forced_call(choice.text, self._mode)
         if called is None:
-            return {"content": choice.text}
+            text = self._text(choice.text)
+            return {"content": text} if text else {}
         return {"tool_calls": [{"index": 0, **called}]}
 
     def _delta(

@@ -45,6 +45,12 @@ async def chat_completions(request: Request) -> Response:
     check_messages(body.messages, context.config.max_messages)
     kwargs = check_template_options(body)
     mode = tool_mode(check_tools(body.tools, context.config.max_tools), body.tool_choice)
+    if mode.is_forced and body.stop:
+        raise invalid(
+            "stop: cannot be combined with a forced tool_choice, whose call it could cut; "
+            "leave it out",
+            "stop",
+        )
     constraints = openai_constraints(body)
     constraints["tool_choice"] = mode.grammar
     plan = Plan(

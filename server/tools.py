@@ -63,15 +63,48 @@ def tool_mode(tools: Sequence[dict[str, Any]], choice: str | dict[str, Any]) -> 
     return _any(tools)
 
 
+class _Call(msgspec.Struct):
+    """What `required` with several tools makes the model write."""
+
+    name: str
+    arguments: msgspec.Raw  # as written: no number is rounded, no escape changed
+
+
 def forced_call(text: str, mode: ToolMode) -> dict[str, Any] | None:
-    """The call that a whole output is; None when it was cut short before it was one."""
+    """The call that a whole output is; None when it was cut short before it was one.
+
+    With a named tool there is a call in any case; its arguments may be cut, see `is_complete`.
+    """
     if mode.name is not None:
         return tool_call(mode.name, text)
     try:
-        value = msgspec.json.decode(text)
-        return tool_call(value["name"], json.dumps(value["arguments"], ensure_ascii=False))
-    except (msgspec.MsgspecError, KeyError, TypeError):
+        call = msgspec.json.decode(text, type=_Call)
+        return tool_call(call.name, bytes(call.arguments).decode())
+    except (msgspec.MsgspecError, RecursionError):
+        value = _parsed(text)  # an escaped half of a surrogate pair: msgspec refuses it
+    if isinstance(value, dict) and "arguments" in value and isinstance(value.get("name"), str):
+        return tool_call(value["name"], json.dumps(value["arguments"]))
+    return None
+
+
+def is_complete(text: str, mode: ToolMode) -> bool:
+    """Whether a forced output is a whole call, so that its finish reason is tool_calls."""
+    if mode.name is not None:
+        return _parsed(text) is not None
+    return forced_call(text, mode) is not None
+
+
+def _parsed(text: str) -> object:
+    """JSON, with numbers of any size; None when the text is cut (or is null: no arguments)."""
+    try:
+        value: object = json.loads(text, parse_int=_number)
+    except (ValueError, RecursionError):
         return None
+    return value
+
+
+def _number(digits: str) -> float:
+    return int(digits) if len(digits) < 1000 else float(digits)  # int() refuses 4300 digits
 
 
 def tool_call(name: str, arguments: str) -> dict[str, Any]:

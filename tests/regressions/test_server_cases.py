@@ -605,6 +605,16 @@ def test_SEC_13_floods_of_headers(start_server: StartServer) -> None:
         sock.close()
 
 
+@pytest.mark.parametrize("length", [b"0" * 5000 + b"2", b"0" * 20 + b"2", b"9" * 20])
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/generate", b"/tokenize"])
+def test_a_content_length_beyond_an_int_is_an_error_of_the_client(
+    server: RunningServer, length: bytes, path: bytes
+) -> None:
+    head = b"POST " + path + b" HTTP/1.1\r\nhost: x\r\ncontent-length: " + length
+    status = server.raw(head + b"\r\n\r\n{}").split(b" ")[1]
+    assert status in (b"400", b"413")
+
+
 def test_SEC_14_errors_tell_nothing_of_the_inside(poisoned: RunningServer) -> None:
     bodies: list[tuple[str, dict[str, Any]]] = [
         (COMPLETIONS, {"prompt": [7, 7]}),
@@ -726,6 +736,19 @@ def test_LIF_03_a_dead_engine_is_told_to_all(start_server: StartServer) -> None:
     assert server.client.get("/health/ready").json()["status"] == "dead"
     assert server.client.get("/health/live").status_code == 503
     assert server.client.get("/metrics").status_code == 200
+
+
+def test_LIF_03_a_dead_engine_is_503_for_a_whole_answer(start_server: StartServer) -> None:
+    server = start_server({"model": "delay=0.02"})
+    body = {"prompt": "x", "max_tokens": 2000}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, f"{server.url}{COMPLETIONS}", json=body, timeout=30)
+        server.wait_for(lambda: server.stats()["running"] == 1)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        response = answer.result(10.0)
+    assert response.status_code == 503 and "retry-after" in response.headers
+    assert response.json()["error"]["code"] == "unavailable"
+    assert response.json()["error"]["type"] == "server_error"
 
 
 def test_LIF_03_a_frozen_engine_is_not_ready_then_given_up(start_server: StartServer) -> None:

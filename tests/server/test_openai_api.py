@@ -9,6 +9,8 @@ import pydantic
 import pytest
 from running_server import RunningServer, events
 
+from palmette.server.tools import ToolMode, forced_call, is_complete
+
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
@@ -274,6 +276,64 @@ def test_a_forced_tool_call_is_always_valid(
     assert name in names
     assert json.loads(arguments) in ({"animal": "cat"}, {"animal": "dog"}, {"hard": True})
     assert reason == "tool_calls"
+
+
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "feed"}}
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"], ids=["named", "required"])
+@pytest.mark.parametrize("detokenize", [True, False])
+@pytest.mark.parametrize("max_tokens", [4, 9])
+def test_a_cut_tool_call_is_no_tool_call_whole_or_streamed(
+    server: RunningServer, choice: Any, detokenize: bool, max_tokens: int
+) -> None:
+    body = {"messages": user("feed it"), "tools": TOOLS, "tool_choice": choice}
+    body |= {"detokenize": detokenize, "seed": 1, "max_tokens": max_tokens}
+    [whole] = server.post("/v1/chat/completions", body).json()["choices"]
+    chunks = events(server.stream("/v1/chat/completions", body | {"stream": True}))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    message = whole["message"]
+    content = "".join(delta.get("content") or "" for delta in deltas)
+    parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+    arguments = "".join(part["function"]["arguments"] for part in parts)
+    assert whole["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert (message["content"] or "") == content
+    if choice is NAMED:
+        [call] = message["tool_calls"]
+        assert call["function"]["arguments"] == arguments and arguments[0] == "{"
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(arguments)
+    else:
+        assert "tool_calls" not in message and not parts
+        assert content == "" if not detokenize else content.startswith("{")
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"], ids=["named", "required"])
+def test_stop_strings_and_a_forced_tool_call_are_400(client: openai.OpenAI, choice: Any) -> None:
+    arguments: dict[str, Any] = {"model": "fake", "messages": user("x"), "tools": TOOLS}
+    with pytest.raises(openai.BadRequestError, match="stop: cannot be combined") as caught:
+        client.chat.completions.create(**arguments, tool_choice=choice, stop=["a"])
+    assert caught.value.param == "stop"
+    client.chat.completions.create(**arguments, tool_choice="auto", stop=["a"], max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_whole", "arguments"),
+    [
+        ('{"name":"a","arguments":{"x":1e999}}', True, '{"x":1e999}'),
+        ('{"name":"a","arguments":{"x":1,"s":"\\ud800"}}', True, '{"x": 1, "s": "\\ud800"}'),
+        ('{"name":"a","arguments":{"x":1}', False, None),
+        ('{"name":"a"}', False, None),
+        ("", False, None),
+    ],
+)
+def test_a_call_keeps_its_arguments_as_written(
+    text: str, is_whole: bool, arguments: str | None
+) -> None:
+    mode = ToolMode()
+    assert is_complete(text, mode) is is_whole
+    call = forced_call(text, mode)
+    assert (call and call["function"]["arguments"]) == arguments
 
 
 @pytest.mark.parametrize(
