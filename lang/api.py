@@ -151,12 +151,19 @@ class Function:
     ) -> list[ProgramState] | Iterator[ProgramState]:
         """Run the program once per entry, all together; states come back in the order of entries.
 
+        >>> states = ask.run_batch([{"question": "1+1?"}, {"question": "2+2?"}], temperature=0)
+        >>> answers = [state["answer"] for state in states]
+
         Entries are dicts of arguments or tuples of them. `num_threads` bounds how many programs
         are under way at once ("auto": 1024); no threads are used. `sampling` takes the sampling
         defaults of `run`. With `generator_style`, states are yielded as they finish, in order.
+        `progress_bar` shows one on stderr, where that is a terminal.
 
         A failed operation is kept in its own state (`state.error()`); an exception of the
         program's Python code is raised after all others have finished.
+
+        Raises:
+            TypeError: nothing takes an argument, or an entry does not fit the program; says which.
         """
         sampling.pop("use_thread", None)
         defaults, unknown = split_defaults(sampling)
@@ -266,8 +273,12 @@ def gen(
 
     With `choices` it is `select`. At most one of `regex`, `json_schema` (JSON text, a dict, a
     pydantic model or another Python type) and `ebnf` constrains the text; `dtype` (int, float,
-    bool, str) is a ready-made regex. With n > 1 the variable is a list of n texts and the state
+    bool, str) is a ready-made regex: the variable is text that matches the pattern of the type,
+    not a value of it (`int(s["x"])`). With n > 1 the variable is a list of n texts and the state
     goes on with the first.
+
+    >>> s += "2+2=" + pm.gen("sum", dtype=int, max_tokens=8)
+    >>> number = int(s["sum"])
 
     Raises:
         ValueError: an argument is out of range, or two constraints are given.
@@ -321,7 +332,11 @@ def gen_int(
     top_logprobs_num: int | None = None,
     return_text_in_logprobs: bool | None = None,
 ) -> Expr:
-    """gen(dtype=int)."""
+    """gen(dtype=int): the variable is text that matches `[-+]?[0-9]+[ \\n]*`, not an int.
+
+    >>> s += "2+2=" + pm.gen_int("sum", max_tokens=8)
+    >>> number = int(s["sum"])
+    """
     return _gen_dtype("int", **locals())
 
 
@@ -344,7 +359,11 @@ def gen_string(
     top_logprobs_num: int | None = None,
     return_text_in_logprobs: bool | None = None,
 ) -> Expr:
-    """gen(dtype=str): a text in double quotes."""
+    """gen(dtype=str): the variable is text in double quotes, which belong to it.
+
+    >>> s += "name = " + pm.gen_string("name", max_tokens=8)
+    >>> name = s["name"].strip('"')
+    """
     return _gen_dtype("str", **locals())
 
 
@@ -355,7 +374,14 @@ def select(
     temperature: float = 0.0,
     choices_method: ChoicesMethod = token_length_normalized,
 ) -> Expr:
-    """Choose the text among `choices` that the model finds most likely after the state."""
+    """Choose the text among `choices` that the model finds most likely after the state.
+
+    >>> s += "Is the sky blue? " + pm.select("answer", ["yes", "no"])
+    >>> is_blue = s["answer"] == "yes"
+
+    Raises:
+        ValueError: there are no choices, or a temperature: nothing is sampled.
+    """
     if choices is None:
         raise ValueError("choices: select needs a list of at least one text")
     if temperature > 1e-5:
@@ -366,38 +392,61 @@ def select(
 
 
 def system(expr: Expr | str | None = None) -> Expr:
+    """`expr` as the system message, which says how the model is to behave.
+
+    The markers of the model's chat template stand around it; so in `user` and `assistant`.
+
+    >>> s += pm.system("Answer in one word.")
+    >>> s += pm.user("Which is the largest planet?")
+    """
     return _role("system", expr)
 
 
 def user(expr: Expr | str | None = None) -> Expr:
+    """`expr` as a message of the user.
+
+    >>> s += pm.user("Which is the largest planet?")
+    >>> s += pm.assistant(pm.gen("answer", max_tokens=8))
+    """
     return _role("user", expr)
 
 
 def assistant(expr: Expr | str | None = None) -> Expr:
+    """`expr` as a message of the model, mostly with a gen() in it.
+
+    >>> s += pm.user("Name a colour.")
+    >>> s += pm.assistant("A colour is" + pm.gen("colour", max_tokens=8))
+    """
     return _role("assistant", expr)
 
 
 def system_begin() -> Expr:
+    """The marker that opens what `system` puts around its text."""
     return RoleBegin("system")
 
 
 def system_end() -> Expr:
+    """The marker that closes what `system` puts around its text."""
     return RoleEnd("system")
 
 
 def user_begin() -> Expr:
+    """The marker that opens what `user` puts around its text."""
     return RoleBegin("user")
 
 
 def user_end() -> Expr:
+    """The marker that closes what `user` puts around its text."""
     return RoleEnd("user")
 
 
 def assistant_begin() -> Expr:
+    """The marker that opens what `assistant` puts around its text."""
     return RoleBegin("assistant")
 
 
 def assistant_end() -> Expr:
+    """The marker that closes what `assistant` puts around its text."""
     return RoleEnd("assistant")
 
 

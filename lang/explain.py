@@ -75,7 +75,13 @@ class Explanation:
 
 
 def explain(states: ProgramState | Iterable[ProgramState]) -> Explanation:
-    """The calls of finished runs; waits for their end."""
+    """What each call of one or more runs cost, in the order of the program; waits for their end.
+
+    Prompt tokens are cached or computed; `branch` tells the fork.
+
+    >>> costs = pm.explain(ask.run("1+1?"))
+    >>> shared = costs.cached_tokens / costs.prompt_tokens  # print(costs) shows a table
+    """
     if isinstance(states, ProgramState):
         states = [states]
     rows: list[CallRow] = []

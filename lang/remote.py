@@ -240,7 +240,10 @@ class HttpClient:
 
 
 class RuntimeEndpoint(HttpClient):
-    """SGLang's name and arguments for `HttpClient`.
+    """A server as a backend, under SGLang's name and arguments; see `HttpClient`.
+
+        pm.set_default_backend(pm.RuntimeEndpoint("http://127.0.0.1:30000"))
+        state = program.run(question="Why?")
 
     `chat_template_name` overrides the template that the server tells of.
     """

@@ -71,6 +71,7 @@ class ProgramState:
     def system(self, expr: Expr | str) -> None: ...
 
     def system(self, expr: Expr | str | None = None) -> RoleScope | None:
+        """Append a message of `system`, or with no `expr`: `with s.system():` around its parts."""
         return self._role_of("system", expr)
 
     @overload
@@ -79,6 +80,7 @@ class ProgramState:
     def user(self, expr: Expr | str) -> None: ...
 
     def user(self, expr: Expr | str | None = None) -> RoleScope | None:
+        """Append a message of `user`, or with no `expr`: `with s.user():` around its parts."""
         return self._role_of("user", expr)
 
     @overload
@@ -87,6 +89,7 @@ class ProgramState:
     def assistant(self, expr: Expr | str) -> None: ...
 
     def assistant(self, expr: Expr | str | None = None) -> RoleScope | None:
+        """Append a message of `assistant`, or with no `expr`: `with s.assistant():` around its parts."""
         return self._role_of("assistant", expr)
 
     def system_begin(self) -> None:
@@ -203,7 +206,11 @@ class ProgramState:
     # Streaming
 
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
-        """New text as it comes: of one variable, or of the whole state."""
+        """New text as it comes: of one variable, or of the whole state.
+
+        >>> s += "Once upon a time" + pm.gen("story", max_tokens=8)
+        >>> pieces = [piece for piece in s.text_iter("story")]
+        """
         for text, _ in self._pieces(var_name):
             yield text
 
@@ -230,6 +237,12 @@ class ProgramState:
         self, size: int = 1, position_ids_offset: Sequence[int] | None = None
     ) -> ProgramStateGroup:
         """`size` states that go on from here, each on its own; none for 0.
+
+        The text up to here is computed once for all of them. Variables stay in their fork until
+        `join`.
+
+        >>> forks = s.fork(2)
+        >>> forks += lambda i: f" Tip {i + 1}:" + pm.gen("tip", max_tokens=8)
 
         `position_ids_offset` is accepted for SGLang's sake and changes nothing.
         """
@@ -448,6 +461,9 @@ class ProgramStateGroup:
 
         gather_variable: each variable that the source lacks becomes a list of the forks' values.
         concate_and_append: what each fork wrote follows in the source, token for token.
+
+        >>> forks.join()
+        >>> tips = s["tip"]  # a list, one text per fork
         """
         if mode == "gather_variable":
             self._gather()

@@ -78,6 +78,9 @@ class _Running:
 class FakeModel:
     """An EngineClient that answers from a script.
 
+    >>> model = pm.testing.FakeModel({"planet": " Jupiter"})
+    >>> answer = ask.run("Which planet is the largest?", backend=model)["answer"]  # " Jupiter"
+
     `script` is a list of answers in the order of requests; or a dict of text or pattern -> answer,
     where the key found last in the prompt wins; or a function of the prompt. An answer is a text,
     a function of the prompt, an exception (the request fails with its message) or, in a dict, a
