@@ -14,10 +14,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
+from palmette.runtime.text import well_formed
+
 from .arguments import (
     SAMPLING_NAMES,
     ids_of,
+    refuse_async,
     refuse_stop_regex,
+    refuse_unused,
     split_defaults,
     stop_of,
     takes_any,
@@ -64,6 +68,7 @@ class Function:
             raise ValueError(
                 f"the first argument of the program {func.__name__!r} must be named 's'"
             )
+        refuse_async(func)
         self.func = func
         self.num_api_spec_tokens = num_api_spec_tokens
         self.bound = dict(bound or {})
@@ -271,9 +276,10 @@ def gen(
 ) -> Expr:
     """Generate text after the state and bind it to `name`.
 
-    With `choices` it is `select`. At most one of `regex`, `json_schema` (JSON text, a dict, a
-    pydantic model or another Python type) and `ebnf` constrains the text; `dtype` (int, float,
-    bool, str) is a ready-made regex: the variable is text that matches the pattern of the type,
+    With `choices` it is `select`, which does not sample: arguments that would do nothing are
+    refused. At most one of `choices`, `regex`, `json_schema` (JSON text, a dict, a pydantic model
+    or another Python type), `ebnf` and `dtype` constrains the text. `dtype` (int, float, bool,
+    str) is a ready-made regex: the variable is text that matches the pattern of the type,
     not a value of it (`int(s["x"])`). With n > 1 the variable is a list of n texts and the state
     goes on with the first.
 
@@ -283,6 +289,7 @@ def gen(
     Raises:
         ValueError: an argument is out of range, or two constraints are given.
     """
+    refuse_unused(locals())
     if choices is not None:
         return SelectExpr(name, _choices(choices), choices_method or token_length_normalized)
     refuse_stop_regex(stop_regex)
@@ -474,4 +481,4 @@ def _choices(choices: Sequence[str]) -> tuple[str, ...]:
         raise ValueError(f"choices: {choices!r:.60} must be a list of at least one text")
     if not all(texts):
         raise ValueError("choices: an empty text cannot be scored")
-    return texts
+    return tuple(map(well_formed, texts))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from palmette.runtime.text import well_formed
 
 from .expressions import RunDefaults, Stop
 
@@ -24,6 +26,26 @@ _ALIASES = {
 SAMPLING_NAMES = tuple(
     "max_new_tokens" if name == "max_tokens" else name for name in RunDefaults._fields
 )
+
+# What the argument of gen() may be beside `choices`: values that ask for nothing else than select
+# does. A seed changes nothing about a choice that is not drawn.
+_BESIDE_CHOICES: Mapping[str, tuple[object, ...]] = {
+    **{name: (default,) for name, default in RunDefaults._field_defaults.items()},
+    "min_tokens": (0,),
+    "stop": ((), []),
+    "stop_token_ids": ((), []),
+    "stop_regex": ("", (), []),
+    "temperature": (0.0, 1.0),
+    "return_logprob": (False,),
+    "logprob_start_len": (-1,),
+    "top_logprobs_num": (0,),
+    "return_text_in_logprobs": (False,),
+    "logit_bias": ({},),
+    "repetition_penalty": (1.0,),
+    "priority": (0,),
+}
+_CONSTRAINTS = ("choices", "regex", "json_schema", "ebnf", "dtype")
+_OF_CHOICES = ("name", "choices", "choices_method", "seed")
 
 
 def unknown_argument(place: str, name: str, known: Iterable[str], remedy: str = "") -> TypeError:
@@ -60,7 +82,9 @@ def split_defaults(arguments: Mapping[str, object]) -> tuple[RunDefaults, dict[s
 
 
 def stop_of(stop: str | Sequence[str] | None) -> Stop | None:
-    return stop if stop is None or isinstance(stop, str) else tuple(stop)
+    if isinstance(stop, str):
+        return well_formed(stop)
+    return None if stop is None else tuple(map(well_formed, stop))
 
 
 def ids_of(ids: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -74,3 +98,35 @@ def refuse_stop_regex(stop_regex: str | Sequence[str] | None) -> None:
     """
     if stop_regex:
         raise ValueError("stop_regex is not supported; use stop, or a regex for the whole text")
+
+
+def refuse_unused(arguments: Mapping[str, object]) -> None:
+    """Arguments of gen() that would do nothing beside the others.
+
+    Raises:
+        ValueError: there is one; names it.
+    """
+    given = [name for name in _CONSTRAINTS if arguments[name] is not None]
+    if len(given) > 1:
+        raise ValueError(f"gen takes one constraint, not {' and '.join(given)}")
+    if arguments["choices"] is None:
+        if arguments["choices_method"] is not None:
+            raise ValueError("choices_method: it needs choices")
+        return
+    for name, value in arguments.items():
+        if value is None or name in _OF_CHOICES or value in _BESIDE_CHOICES[name]:
+            continue
+        raise ValueError(f"choices and {name}: select does not sample, so {name} would do nothing")
+
+
+def refuse_async(func: Callable[..., object]) -> None:
+    """Bodies whose call only makes an object, and runs nothing.
+
+    Raises:
+        TypeError: `func` is one.
+    """
+    name = getattr(func, "__name__", repr(func))
+    if inspect.iscoroutinefunction(func):
+        raise TypeError(f"{name}: async programs are not supported yet; use def")
+    if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+        raise TypeError(f"{name}: a program returns text, it does not yield")

@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from palmette.runtime.client import EngineClient
 from palmette.runtime.request import EngineInfo, Finish
+from palmette.runtime.text import well_formed
 
 
 class Content:
@@ -44,7 +45,7 @@ def start(info: EngineInfo) -> Content:
 
 
 def extend(parent: Content, text: str, *, trusted: bool) -> Content:
-    return Content(parent, text, None, trusted) if text else parent
+    return Content(parent, well_formed(text), None, trusted) if text else parent
 
 
 def splice(parent: Content, *, base: Content, tip: Content) -> Content:

@@ -9,6 +9,7 @@ forks run together. A failed operation marks what depends on it and nothing else
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -241,7 +242,11 @@ def open_call(
 def call_function(node: Call, values: list[object]) -> Result | ProgramError:
     """Run a host function. What it raises becomes the error of its value."""
     try:
-        return Result(value=node.function(*values))
+        value = node.function(*values)
+        if inspect.iscoroutine(value):
+            value.close()
+            raise TypeError("the function is async; use def")
+        return Result(value=value)
     except Exception as error:  # the fault boundary of a program: the user's code
         failure = program_error(
             node, ErrorInfo(code="call", message=f"{type(error).__name__}: {error}")

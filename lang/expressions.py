@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from palmette.constrained.spec import GrammarKind, GrammarSpec
 from palmette.runtime.request import LogprobOptions, SamplingParams
+from palmette.runtime.text import well_formed
 
 from .choices import ChoicesMethod
 from .ir import GenOptions
@@ -231,26 +232,15 @@ def dtype_name(dtype: object) -> str:
 
 
 def grammar_of(*, regex: str | None, json_schema: object, ebnf: str | None) -> GrammarSpec | None:
-    """The one constraint given, if any. `json_schema`: JSON text, a dict, or a Python type.
-
-    Raises:
-        ValueError: more than one is given.
-    """
-    given = [
-        name
-        for name, value in (("regex", regex), ("json_schema", json_schema), ("ebnf", ebnf))
-        if value is not None
-    ]
-    if len(given) > 1:
-        raise ValueError(f"gen takes one constraint, not {' and '.join(given)}")
+    """The constraint given, if any. `json_schema`: JSON text, a dict, or a Python type."""
     if regex is not None:
-        return GrammarSpec(kind=GrammarKind.REGEX, source=regex)
+        return GrammarSpec(kind=GrammarKind.REGEX, source=well_formed(regex))
     if ebnf is not None:
-        return GrammarSpec(kind=GrammarKind.EBNF, source=ebnf)
+        return GrammarSpec(kind=GrammarKind.EBNF, source=well_formed(ebnf))
     if json_schema is None:
         return None
     if isinstance(json_schema, str):
-        return GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=json_schema)
+        return GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=well_formed(json_schema))
     if isinstance(json_schema, Mapping):
         return GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(json_schema))
     return _spec_of_type(json_schema)

@@ -8,6 +8,7 @@ stream that breaks ends its requests in an error; nothing waits for a dead conne
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -25,8 +26,10 @@ from palmette.runtime.request import (
     Output,
     Request,
 )
+from palmette.runtime.text import well_formed
 
 from .errors import BackendError
+from .sse import DONE, data_lines_async
 from .wire import MAX_TEXTS, Batch, batches_of, engine_info, error_of, error_of_event
 
 T = TypeVar("T")
@@ -164,7 +167,7 @@ class HttpClient:
         self, method: str, path: str, body: Mapping[str, object] | None
     ) -> dict[str, Any]:
         try:
-            response = await self._client.request(method, path, json=body)
+            response = await self._client.request(method, path, **_json(body))
         except httpx.HTTPError as error:
             raise BackendError(_unreachable(self.base_url, error)) from error
         if response.status_code != 200:
@@ -215,7 +218,7 @@ class HttpClient:
 
     async def _read(self, batch: Batch) -> None:
         async with self._client.stream(
-            "POST", "/generate", json=batch.body(), timeout=self._timeout
+            "POST", "/generate", timeout=self._timeout, **_json(batch.body())
         ) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -274,11 +277,21 @@ class _Refused(BackendError):
         self.info = info
 
 
+def _json(body: Mapping[str, object] | None) -> dict[str, Any]:
+    """What httpx's `json=` sends, with unpaired surrogates replaced as an engine would."""
+    if body is None:
+        return {}
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return {
+        "content": well_formed(text).encode(),
+        "headers": {"content-type": "application/json"},
+    }
+
+
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of server-sent events; comments are heartbeats, and [DONE] is the last event."""
-    async for line in response.aiter_lines():
-        data = line[5:].strip() if line.startswith("data:") else "[DONE]"
-        if data == "[DONE]":
+    """The JSON of server-sent events, without the [DONE] at their end."""
+    async for data in data_lines_async(response.aiter_bytes()):
+        if data == DONE:
             continue
         event: object = msgspec.json.decode(data)
         if not isinstance(event, dict):

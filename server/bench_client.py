@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from palmette.lang.sse import DONE, data_lines_async
+
 from .config import UserError
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
@@ -194,11 +196,8 @@ class Endpoint:
         self, response: httpx.Response, timeline: Timeline, on_text: Callable[[], None] | None
     ) -> None:
         pieces: list[str] = []
-        async for line in response.aiter_lines():
-            if not line.startswith("data:"):
-                continue
-            data = line[5:].strip()
-            if data == "[DONE]":
+        async for data in data_lines_async(response.aiter_bytes()):
+            if data == DONE:
                 break
             event = _decode_event(data)
             if event.error is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import httpx
 from rich.console import Console
 
+from palmette.lang.sse import DONE, data_lines
 from palmette.runtime.config import EngineConfig
 
 from .config import UserError
@@ -61,9 +62,8 @@ class RemoteChat:
             if response.status_code != 200:
                 response.read()
                 raise ValueError(response.json()["error"]["message"])
-            for line in response.iter_lines():
-                data = line.removeprefix("data: ")
-                if data == line or data == "[DONE]":
+            for data in data_lines(response.iter_bytes()):
+                if data == DONE:
                     continue
                 event = json.loads(data)
                 if "error" in event:

@@ -104,7 +104,7 @@ def test_the_next_gen_sees_the_chosen_text_encoded_naturally() -> None:
 def test_choices_in_gen_are_a_select() -> None:
     @pm.function
     def program(s: pm.ProgramState) -> None:
-        s += "x" + pm.gen("a", max_tokens=3, choices=[" p", " q"], regex="[0-9]")
+        s += "x" + pm.gen("a", choices=[" p", " q"])
 
     model = FakeModel({"x": " q"})
     assert program.run(backend=model)["a"] == " q"

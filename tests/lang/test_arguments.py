@@ -1,0 +1,84 @@
+"""What would be dropped is refused: arguments that exclude each other, bodies that never run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+import palmette as pm
+from palmette.lang.testing import FakeModel
+
+CHOICES = ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"choices": CHOICES, "regex": "a"}, "choices and regex"),
+        ({"choices": CHOICES, "json_schema": {}}, "choices and json_schema"),
+        ({"choices": CHOICES, "ebnf": "root ::= 'a'"}, "choices and ebnf"),
+        ({"choices": CHOICES, "dtype": int}, "choices and dtype"),
+        ({"dtype": int, "regex": "a"}, "regex and dtype"),
+        ({"dtype": str, "json_schema": "{}"}, "json_schema and dtype"),
+        ({"choices": CHOICES, "n": 2}, "choices and n:"),
+        ({"choices": CHOICES, "stop": "."}, "choices and stop:"),
+        ({"choices": CHOICES, "stop_regex": "."}, "choices and stop_regex:"),
+        ({"choices": CHOICES, "stop_token_ids": [3]}, "choices and stop_token_ids:"),
+        ({"choices": CHOICES, "temperature": 0.7}, "choices and temperature:"),
+        ({"choices": CHOICES, "max_tokens": 3}, "choices and max_tokens:"),
+        ({"choices": CHOICES, "return_logprob": True}, "choices and return_logprob:"),
+        ({"choices": CHOICES, "top_logprobs_num": 2}, "choices and top_logprobs_num:"),
+        ({"choices": CHOICES, "logprob_start_len": 0}, "choices and logprob_start_len:"),
+        ({"choices": CHOICES, "logit_bias": {1: 2.0}}, "choices and logit_bias:"),
+        ({"choices": CHOICES, "priority": 1}, "choices and priority:"),
+        ({"choices_method": pm.greedy_token_selection}, "choices_method"),
+    ],
+)
+def test_arguments_that_would_do_nothing_are_refused(
+    arguments: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        pm.gen("a", **arguments)  # type: ignore[arg-type]
+
+
+def test_choices_take_arguments_at_their_defaults() -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen(
+            "a", 128, 0, 1, [], (), "", 0, 1.0, -1, 0, 0, 0, False, False, -1, 0, False, None,
+            CHOICES, pm.greedy_token_selection, seed=4, logit_bias={}, repetition_penalty=1,
+        )  # fmt: skip
+
+    assert program.run(backend=FakeModel())["a"] in CHOICES
+
+
+def test_bodies_whose_call_runs_nothing_are_refused() -> None:
+    async def coroutine(s: pm.ProgramState) -> None:
+        s += "x"
+
+    def generator(s: pm.ProgramState) -> Iterator[str]:
+        yield "x"
+
+    async def stream(s: pm.ProgramState) -> AsyncIterator[str]:
+        yield "x"
+
+    with pytest.raises(TypeError, match=r"coroutine: async programs are not supported yet"):
+        pm.function(coroutine)
+    for body in (generator, stream):
+        with pytest.raises(TypeError, match=f"{body.__name__}: .* does not yield"):
+            pm.function(num_api_spec_tokens=3)(body)
+
+
+def test_an_async_host_function_is_an_error_of_its_value() -> None:
+    async def shorten(text: str) -> str:
+        return text[:1]
+
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen("a")
+        s.call("b", shorten, "a")
+
+    state = program.run(backend=FakeModel())
+    with pytest.raises(pm.ProgramError, match="async"):
+        state["b"]
