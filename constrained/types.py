@@ -57,27 +57,6 @@ def to_spec(value: object, *, whitespace: Whitespace = Whitespace.BOUNDED) -> Gr
     return _from_type(value, whitespace)
 
 
-# Plain text, as SGLang's `dtype` asks for: what int() and float() read, and Python's own names.
-_REGEX_OF = {
-    "int": r"-?(?:0|[1-9][0-9]*)",
-    "float": r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?",
-    "bool": r"True|False",
-    "str": r'"[^"\\\x00-\x1f]*"',
-}
-
-
-def regex_of(dtype: type | str) -> str:
-    """The regex of a value of `dtype` written as plain text: int, float, bool or str (quoted).
-
-    Raises:
-        GrammarError: another type.
-    """
-    name = dtype if isinstance(dtype, str) else dtype.__name__
-    if name not in _REGEX_OF:
-        raise GrammarError(f"dtype: expected int, float, bool or str, got {name!r}")
-    return _REGEX_OF[name]
-
-
 def _from_text(text: str, whitespace: Whitespace) -> GrammarSpec:
     if not text.lstrip().startswith("{"):
         raise GrammarError(

@@ -89,7 +89,7 @@ class ProgramState:
     def assistant(self, expr: Expr | str) -> None: ...
 
     def assistant(self, expr: Expr | str | None = None) -> RoleScope | None:
-        """Append a message of `assistant`, or with no `expr`: `with s.assistant():` around its parts."""
+        """Append a message of `assistant`; no `expr`: `with s.assistant():` around its parts."""
         return self._role_of("assistant", expr)
 
     def system_begin(self) -> None:

@@ -1,8 +1,7 @@
 """How much memory a model needs, and how many tokens of KV fit beside it.
 
-weights                     as the runner keeps them
-+ KV pool                   kv_tokens * kv_bytes_per_token
-<= memory_fraction of what is available now
+KV pool = kv_tokens * kv_bytes_per_token
+       <= memory_fraction of what is available now and the weights leave
 """
 
 from __future__ import annotations

@@ -54,7 +54,6 @@ _SERVER_HELP = {
     "default_max_tokens": "new tokens of a chat that names no limit; 0: up to the context",
     "header_timeout_s": "from the first byte of a request to the end of its headers",
     "body_timeout_s": "for the body of a request",
-    "keep_alive_s": "idle time of a connection between two requests",
     "sse_heartbeat_s": "a comment line while a stream waits for so long",
     "max_messages": "messages of one chat",
     "max_tools": "tools of one chat",

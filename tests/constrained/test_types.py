@@ -13,7 +13,7 @@ import pytest
 
 from palmette.constrained.compiler import GrammarCompiler
 from palmette.constrained.spec import GrammarError, GrammarKind, GrammarSpec, Whitespace
-from palmette.constrained.types import regex_of, to_spec
+from palmette.constrained.types import to_spec
 
 
 class Address(pydantic.BaseModel):
@@ -148,20 +148,3 @@ def test_a_schema_inside_an_outlines_term_is_refused_not_weakened() -> None:
 
     with pytest.raises(GrammarError, match="JsonSchema"):
         to_spec("x" + t.JsonSchema({"type": "integer", "minimum": 3}))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "valid", "invalid"),
-    [
-        (int, ["0", "-12"], ["1.0", "01"]),
-        ("float", ["1", "1.5e-3"], ["."]),
-        (bool, ["True"], ["true"]),
-        (str, ['"a b"', '"日"'], ["a", '"a"b"']),
-    ],
-)
-def test_regex_of(
-    accepts: typing.Any, dtype: type | str, valid: list[str], invalid: list[str]
-) -> None:
-    spec = GrammarSpec.regex(regex_of(dtype))
-    assert [text for text in valid if not accepts(spec, text)] == []
-    assert [text for text in invalid if accepts(spec, text)] == []
