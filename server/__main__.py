@@ -50,7 +50,6 @@ _SERVER_HELP = {
     "open_metrics": "/metrics answers without a key: counts and times, no texts",
     "max_body_bytes": "largest body of a request",
     "max_header_bytes": "largest headers of a request",
-    "keep_alive_s": "idle time of a connection between two requests",
     "default_max_tokens": "new tokens of a chat that names no limit; 0: up to the context",
     "header_timeout_s": "from the first byte of a request to the end of its headers",
     "body_timeout_s": "for the body of a request",

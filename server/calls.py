@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -122,6 +123,11 @@ class Call:
             result.append((choice, output))
         return result
 
+    def check_client(self) -> None:
+        """Raises CallEnded when the client is gone."""
+        if self._stream.has_ended:
+            raise CallEnded
+
     async def collect(self) -> list[Choice]:
         """Wait for the end of all choices."""
         while self.is_open:
@@ -148,19 +154,21 @@ def merged(outputs: Sequence[Output]) -> list[Output]:
 
     Otherwise an event that tells the state so far would tell a later one.
     """
-    latest: dict[str, Output] = {}
+    groups: dict[str, list[Output]] = {}
     for output in outputs:
-        earlier = latest.get(output.request_id)
-        if earlier is not None:
-            output = dataclasses.replace(
-                output,
-                token_ids=earlier.token_ids + output.token_ids,
-                text=earlier.text + output.text,
-                logprobs=earlier.logprobs + output.logprobs,
-                prompt_logprobs=earlier.prompt_logprobs or output.prompt_logprobs,
-            )
-        latest[output.request_id] = output
-    return list(latest.values())
+        groups.setdefault(output.request_id, []).append(output)
+    return [_joined(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _joined(group: Sequence[Output]) -> Output:
+    """One request's Outputs as one; linear in what they hold."""
+    return dataclasses.replace(
+        group[-1],
+        token_ids=tuple(itertools.chain.from_iterable(o.token_ids for o in group)),
+        text="".join(output.text for output in group),
+        logprobs=tuple(itertools.chain.from_iterable(o.logprobs for o in group)),
+        prompt_logprobs=next((o.prompt_logprobs for o in group if o.prompt_logprobs), ()),
+    )
 
 
 async def _watch(receive: Receive, stream: OutputStream) -> None:

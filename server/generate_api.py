@@ -1,14 +1,16 @@
 """/generate in SGLang's shape, for its frontend, router and benchmarks.
 
-Text in the stream is cumulative. Of a span of prompt log-probabilities the first is null, as in
-SGLang; `null_first_logprob: false` gives the number.
+The stream is cumulative: text, ids and tables of an event are all so far. Tables are encoded as
+they grow, and large events come less often, see `respond.CUMULATIVE_BYTES_PER_S`. Of a span of
+prompt log-probabilities the first is null, as in SGLang; `null_first_logprob: false` gives the
+number.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,6 +28,7 @@ from .auth import Owner
 from .calls import Call, Choice
 from .context import ServerContext, context_of, read_struct
 from .errors import invalid
+from .json_array import JsonArray
 from .limits import (
     GENERATE_NAMES,
     Plan,
@@ -195,6 +198,21 @@ class GenerateFormat:
     call: Call
     plans: Sequence[Plan]
     is_list: bool
+    is_cumulative: bool = True
+    _tables: dict[int, LogprobTables] = field(default_factory=dict)  # by choice
+    _ids: dict[int, JsonArray] = field(default_factory=dict)
+
+    def prepare(self, choice: Choice) -> Iterator[None]:
+        yield from self._ids.setdefault(choice.index, JsonArray()).grow(choice.token_ids, list)
+        options = choice.request.logprobs
+        if not options.output:
+            return
+        tables = self._tables.get(choice.index)
+        if tables is None:
+            text, info = self.context.text, self.context.info
+            tables = LogprobTables(text, info, self.body.return_text_in_logprobs, options.num_top)
+            self._tables[choice.index] = tables
+        yield from tables.prepare(choice, self.body.null_first_logprob)
 
     def whole(self, choices: Sequence[Choice]) -> Any:
         answers = [self._answer(choice) for choice in choices]
@@ -215,7 +233,7 @@ class GenerateFormat:
     def _answer(self, choice: Choice) -> dict[str, Any]:
         return {
             "text": choice.text,
-            "output_ids": list(choice.token_ids),
+            "output_ids": self._ids[choice.index].value,
             "meta_info": self._meta_info(choice),
         }
 
@@ -236,13 +254,8 @@ class GenerateFormat:
             "recomputed_tokens": usage.recomputed_tokens,
             "miss_reason": usage.miss_reason,
         }
-        options = choice.request.logprobs
-        if options.output:
-            tables = LogprobTables(
-                self.context.text, self.context.info, self.body.return_text_in_logprobs
-            )
-            meta |= tables.outputs(choice.logprobs, options.num_top)
-            meta |= tables.inputs(choice, options, self.body.null_first_logprob)
+        if choice.index in self._tables:
+            meta |= self._tables[choice.index].values()
         return meta
 
     def _rid(self, choice: Choice) -> str:
@@ -256,32 +269,42 @@ class GenerateFormat:
 
 
 class LogprobTables:
-    """SGLang's tables: [log-probability, token id, text or null] per token."""
+    """SGLang's tables of one choice: [log-probability, token id, text or null] per token."""
 
-    def __init__(self, text: TextService, info: EngineInfo, with_text: bool):
+    def __init__(self, text: TextService, info: EngineInfo, with_text: bool, num_top: int):
         self._text = text
         self._info = info
         self._with_text = with_text
+        self._num_top = num_top
+        self._outputs, self._output_tops = JsonArray(), JsonArray()
+        self._inputs, self._input_tops = JsonArray(), JsonArray()
 
-    def outputs(self, logprobs: Sequence[TokenLogprob], num_top: int) -> dict[str, Any]:
-        tables: dict[str, Any] = {
-            "output_token_logprobs": [self._row(i.logprob, i.token_id) for i in logprobs]
+    def prepare(self, choice: Choice, null_first: bool) -> Iterator[None]:
+        """Encode what has come; in pieces, see `JsonArray.grow`."""
+        if choice.prompt_logprobs and null_first and not self._inputs.num_items:
+            self._inputs.extend([self._row(None, choice.prompt_logprobs[0].token_id)])
+            self._input_tops.extend([None])
+        yield from self._inputs.grow(choice.prompt_logprobs, self._rows)
+        yield from self._outputs.grow(choice.logprobs, self._rows)
+        if self._num_top:
+            yield from self._input_tops.grow(choice.prompt_logprobs, self._tops)
+            yield from self._output_tops.grow(choice.logprobs, self._tops)
+
+    def values(self) -> dict[str, Any]:
+        tables = {
+            "output_token_logprobs": self._outputs.value,
+            "input_token_logprobs": self._inputs.value,
         }
-        if num_top:
-            tables["output_top_logprobs"] = [self._top(item) for item in logprobs]
+        if self._num_top:
+            tables["output_top_logprobs"] = self._output_tops.value
+            tables["input_top_logprobs"] = self._input_tops.value
         return tables
 
-    def inputs(self, choice: Choice, options: LogprobOptions, null_first: bool) -> dict[str, Any]:
-        scored = choice.prompt_logprobs
-        rows = [self._row(item.logprob, item.token_id) for item in scored]
-        tops: list[Any] = [self._top(item) for item in scored]
-        if rows and null_first:
-            rows[0][0] = None
-            tops[0] = None
-        tables: dict[str, Any] = {"input_token_logprobs": rows}
-        if options.num_top:
-            tables["input_top_logprobs"] = tops
-        return tables
+    def _rows(self, items: Sequence[TokenLogprob]) -> list[Any]:
+        return [self._row(item.logprob, item.token_id) for item in items]
+
+    def _tops(self, items: Sequence[TokenLogprob]) -> list[Any]:
+        return [self._top(item) for item in items]
 
     def _row(self, logprob: float | None, token_id: int) -> list[Any]:
         text = self._text.token_text(token_id, self._info) if self._with_text else None

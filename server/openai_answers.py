@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from palmette.runtime.request import Output, TokenLogprob
 
 from .calls import Call, Choice
 from .context import ServerContext
-from .openai_format import LogprobFormat, finish_reason, usage
+from .json_array import JsonArray
+from .openai_format import CompletionTables, LogprobFormat, finish_reason, usage
 from .respond import Chunk
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .tools import ToolMode, forced_call, is_complete, tool_call
@@ -20,6 +21,7 @@ class _Answers:
 
     whole_kind = ""
     chunk_kind = ""
+    is_cumulative = False
 
     def __init__(self, context: ServerContext, body: OpenAIBody, call: Call):
         options = body.stream_options
@@ -29,6 +31,7 @@ class _Answers:
         self._call = call
         self._detokenize = body.detokenize
         self._return_ids = body.return_token_ids
+        self._is_stream = body.stream
 
     def begin(self) -> Iterable[Chunk]:
         return ()
@@ -74,6 +77,12 @@ class ChatFormat(_Answers):
         super().__init__(context, body, call)
         self._wants_logprobs = body.logprobs
         self._mode = mode
+        self._entries: dict[int, JsonArray] = {}  # by choice, of answers that are not streamed
+
+    def prepare(self, choice: Choice) -> Iterator[None]:
+        if self._wants_logprobs and not self._is_stream:
+            entries = self._entries[choice.index] = JsonArray()
+            yield from entries.grow(choice.logprobs, self._logprobs.entries)
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return self._whole([self._choice(choice) for choice in choices])
@@ -84,7 +93,9 @@ class ChatFormat(_Answers):
         if called is not None:
             message |= {"content": None, "tool_calls": [called]}
         message["refusal"] = None
-        logprobs = self._logprobs.chat(choice.logprobs) if self._wants_logprobs else None
+        logprobs = None
+        if self._wants_logprobs:
+            logprobs = {"content": self._entries[choice.index].value, "refusal": None}
         return {
             "index": choice.index,
             "message": message,
@@ -166,14 +177,19 @@ class CompletionFormat(_Answers):
         self._echoed = echoed
         self._offsets = [0] * len(echoed)
         self._begun = [False] * len(echoed)
+        self._tables: dict[int, CompletionTables] = {}  # of answers that are not streamed
+
+    def prepare(self, choice: Choice) -> Iterator[None]:
+        if self._wants_logprobs and not self._is_stream:
+            tables = self._tables[choice.index] = CompletionTables(self._logprobs)
+            yield from tables.prepare([*choice.prompt_logprobs, *choice.logprobs])
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         answers = []
         for choice in choices:
             logprobs = None
             if self._wants_logprobs:
-                scored = [*choice.prompt_logprobs, *choice.logprobs]
-                logprobs = self._logprobs.completion(scored)
+                logprobs = self._tables[choice.index].values()
             answers.append(
                 {
                     "index": choice.index,

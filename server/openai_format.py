@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from palmette.runtime.request import EngineInfo, Finish, FinishReason, TokenLogprob
 
 from .calls import Choice
+from .json_array import PIECE, JsonArray
 from .text_service import TextService
 
 _LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
@@ -48,12 +49,15 @@ class LogprobFormat:
         self._info = info
 
     def chat(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {"content": self.entries(logprobs), "refusal": None}
+
+    def entries(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         content = []
         for item in logprobs:
             entry = self._entry(item.token_id, item.logprob)
             entry["top_logprobs"] = [self._entry(token_id, value) for token_id, value in item.top]
             content.append(entry)
-        return {"content": content, "refusal": None}
+        return content
 
     def completion(self, logprobs: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any]:
         """The older shape; `offset` is the length of the text before the first token."""
@@ -92,6 +96,28 @@ class LogprobFormat:
             "logprob": number(logprob),
             "bytes": list(data),
         }
+
+
+class CompletionTables:
+    """The older shape of a long answer, encoded in pieces."""
+
+    def __init__(self, logprobs: LogprobFormat):
+        self._logprobs = logprobs
+        self._columns: dict[str, JsonArray] = {}
+        self._offset = 0
+
+    def prepare(self, scored: Sequence[TokenLogprob]) -> Iterator[None]:
+        for start in range(0, len(scored), PIECE):
+            piece = scored[start : start + PIECE]
+            for name, column in self._logprobs.completion(piece, self._offset).items():
+                self._columns.setdefault(name, JsonArray()).extend(column)
+            self._offset += self._logprobs.length(piece)
+            yield
+
+    def values(self) -> dict[str, Any]:
+        if not self._columns:
+            return self._logprobs.completion(())
+        return {name: column.value for name, column in self._columns.items()}
 
 
 def number(logprob: float | None) -> float | None:

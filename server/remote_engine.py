@@ -103,6 +103,11 @@ class OutputStream:
             self.push(Output(request_id=request_id, finish=finish, error=error))
         self._abort(request_ids)
 
+    @property
+    def has_ended(self) -> bool:
+        """True when the client is gone."""
+        return self._ended
+
     def end(self) -> None:
         """The client is gone: whoever waits in `next` gets CallEnded."""
         self._ended = True

@@ -55,6 +55,11 @@ def user(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
+def resident_mib(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) // 1024  # type: ignore[index]
+
+
 def post_raw(server: RunningServer, path: str, content: bytes) -> httpx.Response:
     return server.client.post(path, content=content)
 
@@ -763,6 +768,66 @@ def test_LIF_03_a_frozen_engine_is_not_ready_then_given_up(start_server: StartSe
     stream.join()
     assert json.loads(stream.lines[-1])["error"]["code"] == "unavailable"
     server.wait_for(lambda: server.client.get("/health/live").status_code == 503)
+
+
+LARGE: dict[str, Any] = {
+    "text": "x",
+    "sampling_params": {"max_new_tokens": 400, "n": 8, "temperature": 1, "sampling_seed": 1},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 20,
+    "return_text_in_logprobs": True,
+}
+
+
+def test_a_large_cumulative_stream_freezes_nobody(start_server: StartServer) -> None:
+    server = start_server({"kv_tokens": 8192})
+    whole = server.generate(**LARGE)
+    num_bytes, last, is_done = 0, {}, threading.Event()
+
+    def read() -> None:
+        nonlocal num_bytes
+        for line in server.stream("/generate", LARGE | {"stream": True}):
+            num_bytes += len(line)
+            if line != "[DONE]":
+                last[json.loads(line)["index"]] = line
+        is_done.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    slowest, num_probes = 0.0, 0
+    with httpx.Client(base_url=server.url, timeout=30) as probe:
+        while not is_done.is_set():
+            start = time.monotonic()
+            assert probe.get("/health/ready").status_code == 200
+            slowest, num_probes = max(slowest, time.monotonic() - start), num_probes + 1
+    reader.join()
+    assert num_probes > 10 and slowest < 1.0
+    answers = [json.loads(last[index]) for index in range(8)]
+    for answer, expected in zip(answers, whole, strict=True):
+        assert answer["text"] == expected["text"]
+        assert answer["output_ids"] == expected["output_ids"] and len(answer["output_ids"]) == 400
+        for table in ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs"):
+            assert answer["meta_info"][table] == expected["meta_info"][table]
+        assert [len(row) for row in answer["meta_info"]["output_top_logprobs"]] == [20] * 400
+    # an event per token of every choice would be 200 times the last events
+    assert num_bytes < 60 * sum(map(len, last.values()))
+
+
+def test_a_stream_whose_client_reads_nothing_holds_a_bounded_backlog(
+    start_server: StartServer,
+) -> None:
+    server = start_server({"kv_tokens": 8192})
+    body = json.dumps(LARGE | {"stream": True}).encode()
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(server.address) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.sendall(head + body)
+        server.wait_for(lambda: server.stats()["running"] > 0)
+        server.wait_for(lambda: server.stats()["running"] == 0)
+        assert server.complete(prompt="x", max_tokens=2).status_code == 200
+        assert resident_mib(server.process.pid) < 400
+    server.wait_idle()
 
 
 def test_LOD_02_many_tiny_requests(server: RunningServer) -> None:
