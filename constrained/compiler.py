@@ -280,7 +280,7 @@ class GrammarCompiler:
             return error
         except Exception as error:
             _logger.exception("compiling a %s grammar failed", spec.kind)
-            return GrammarError(f"{spec.kind}: compiling failed: {type(error).__name__}: {error}")
+            return GrammarError(f"{spec.kind}: compiling failed ({type(error).__name__})")
         if grammar.num_bytes > self._cache_bytes:
             return GrammarError(
                 f"{spec.kind}: the grammar needs {grammar.num_bytes} bytes; the cache holds "

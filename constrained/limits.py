@@ -39,6 +39,8 @@ class GrammarLimits:
             raise GrammarError(
                 f"regex is {size} bytes long; the limit is {self.regex_bytes}", pointer=pointer
             )
+        if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # parsers drop it silently
+            raise GrammarError(f"regex {pattern!r:.200} ends inside an escape", pointer=pointer)
         self._check_repeats(pattern, pointer)
 
     def check_repeats(self, grammar: str) -> None:

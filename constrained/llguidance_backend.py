@@ -26,6 +26,7 @@ from .backend import MaskRow
 from .limits import GrammarLimits
 from .llguidance_grammar import GrammarText, grammar_text, locate
 from .masks import allowed_ids, is_allowed, row_of
+from .messages import reason
 from .spec import GrammarError, GrammarSpec
 from .vocabulary import Vocabulary
 
@@ -145,7 +146,7 @@ class LLGuidanceState:
         matcher = self._matcher
         if matcher.is_error():
             message = _first_line(matcher.get_error())
-            raise GrammarError(f"the grammar is too complex to continue: {message}")
+            raise GrammarError(f"the grammar is too complex to continue: {reason(message)}")
         if matcher.is_stopped() and not matcher.is_accepting():
             raise GrammarError("no text that continues this one satisfies the grammar")
 
@@ -242,7 +243,7 @@ def _warm(matcher: llguidance.LLMatcher, shared: _Shared, spec: GrammarSpec) -> 
             break
     if matcher.is_error():
         message = _first_line(matcher.get_error())
-        raise GrammarError(f"{spec.kind}: the grammar is too complex: {message}")
+        raise GrammarError(f"{spec.kind}: the grammar is too complex: {reason(message)}")
     if matcher.is_stopped() and not matcher.is_accepting():
         raise GrammarError(f"{spec.kind}: no text satisfies the grammar")
     matcher.reset()

@@ -17,6 +17,7 @@ import llguidance
 
 from .gbnf import gbnf_to_lark
 from .limits import GrammarLimits
+from .messages import reason, refuse_surrogates
 from .preflight import PreparedSchema, prepare_json_schema
 from .schema_walk import Json, Node, Resolver, escape, reachable
 from .spec import GrammarError, GrammarKind, GrammarSpec, Whitespace
@@ -34,6 +35,7 @@ class GrammarText:
     schema: PreparedSchema | None = None
     options: dict[str, Json] | None = None
     pattern: str | None = None  # the user's, of a regex
+    kind: str = ""  # of what is no schema
 
 
 def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
@@ -42,6 +44,8 @@ def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
     Raises:
         GrammarError: over a limit, malformed, or not exactly enforceable.
     """
+    if spec.kind in (GrammarKind.REGEX, GrammarKind.EBNF, GrammarKind.LARK):
+        refuse_surrogates(spec.source, spec.kind)
     match spec.kind:
         case GrammarKind.JSON_SCHEMA:
             return _json_schema_text(spec.source, spec.whitespace, limits)
@@ -52,15 +56,15 @@ def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
                 _lark(f"start: /{_regex(spec.source, limits)}/"), pattern=spec.source
             )
         case GrammarKind.CHOICE:
-            return GrammarText(_lark(f"start: /{_choice(spec.source, limits)}/"))
+            return GrammarText(_lark(f"start: /{_choice(spec.source, limits)}/"), kind="choice")
         case GrammarKind.EBNF:
             limits.check_source(spec.source)
-            return GrammarText(_lark(gbnf_to_lark(spec.source, limits)))
+            return GrammarText(_lark(gbnf_to_lark(spec.source, limits)), kind="ebnf")
         case GrammarKind.LARK:
             limits.check_source(spec.source)
             limits.check_repeats(spec.source)
             _check_lark(spec.source, limits)
-            return GrammarText(_lark(spec.source))
+            return GrammarText(_lark(spec.source), kind="lark")
         case GrammarKind.STRUCTURAL_TAG:
             return _structural_tag_text(spec, limits)
 
@@ -77,10 +81,9 @@ def locate(text: GrammarText, message: str, fails: Callable[[str], bool]) -> Gra
     could be meant, it finds the one.
     """
     if text.pattern is not None:
-        reason = re.search(r"error: (.+?)(?:\\n|$)", message)
-        return GrammarError(f"regex {text.pattern!r:.200}: {reason[1] if reason else message}")
+        return GrammarError(f"regex {text.pattern!r:.200}: {reason(message)}")
     if text.schema is None:
-        return GrammarError(message)
+        return GrammarError(f"{text.kind}: {reason(message, keeps_place=text.kind == 'lark')}")
     schema = text.schema
     resolver = Resolver(schema.document, schema.draft)
     nodes = reachable(schema.document, resolver)
@@ -96,9 +99,9 @@ def locate(text: GrammarText, message: str, fails: Callable[[str], bool]) -> Gra
         failing = (c for c in candidates[:64] if fails(_alone(schema, c[0], text.options)))
         candidates = [next(failing, candidates[-1])]
     if not candidates:
-        return GrammarError(message, pointer="")
+        return GrammarError(reason(message), pointer="")
     node, keyword = candidates[0]
-    message = next((c for sign, c in _CLEARER.items() if sign in message), message)
+    message = next((c for sign, c in _CLEARER.items() if sign in message), reason(message))
     return GrammarError(f"{keyword}: {message}", pointer=f"{node.pointer}/{escape(keyword)}")
 
 
@@ -112,6 +115,8 @@ def _keywords_meant(message: str) -> tuple[str, ...]:
         ("patternProperty", ("patternProperties",)),
         ("Pointer ", ("$ref",)),
         ("Resource ", ("$ref",)),
+        ("backref", ("pattern", "patternProperties")),
+        ("minLength", ("minLength", "maxLength")),
         ("ref", ("$ref",)),
         ("regex", ("pattern", "patternProperties", "format", "minimum", "maximum")),
         ("look", ("pattern", "patternProperties")),
@@ -184,7 +189,7 @@ def _regex(pattern: str, limits: GrammarLimits) -> str:
     try:
         text: str = llguidance.regex_to_lark(pattern, "dw")
     except ValueError as error:
-        raise GrammarError(f"regex: {error}") from None
+        raise GrammarError(f"regex {pattern!r:.200}: {reason(str(error))}") from None
     return _without_line_breaks(text)
 
 
@@ -246,10 +251,10 @@ def _check_lark(source: str, limits: GrammarLimits) -> None:
     bare = _LARK_OPAQUE.sub(lambda m: " " * len(m[0]), source)
     if (num_rules := len(_LARK_RULE.findall(bare))) > limits.rules:
         raise GrammarError(f"lark: {num_rules} rules; the limit is {limits.rules}")
-    for pattern, reason in _LARK_REFUSED:
+    for pattern, why in _LARK_REFUSED:
         if (found := pattern.search(bare)) is not None:
             line = source.count("\n", 0, found.start()) + 1
-            raise GrammarError(f"lark, line {line}: {found[0]!r}: {reason}")
+            raise GrammarError(f"lark, line {line}: {found[0]!r}: {why}")
 
 
 def _structural_tag_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
@@ -262,4 +267,4 @@ def _structural_tag_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarTex
         return _dumps({**text.schema.document, "x-guidance": {**(text.options or {})}})
 
     lark = structural_tag_to_lark(spec.source, limits, embed)
-    return GrammarText(_lark(lark), tuple(notes))
+    return GrammarText(_lark(lark), tuple(notes), kind="structural_tag")

@@ -24,6 +24,7 @@ import jsonschema_rs
 from . import formats
 from .ecma_regex import to_rust
 from .limits import GrammarLimits
+from .messages import refuse_surrogates_in
 from .schema_finite import refuse_infinite
 from .schema_numbers import refuse_inexact_bounds
 from .schema_walk import (
@@ -107,6 +108,7 @@ def prepare_json_schema(source: str, limits: GrammarLimits) -> PreparedSchema:
         GrammarError: with the pointer of the offending part of the schema.
     """
     document = parse(source, limits)
+    refuse_surrogates_in(document)
     if document is True:
         document = {}
     if document is False:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .limits import GrammarLimits
+from .messages import refuse_surrogates_in
 from .schema_walk import Json, parse
 from .spec import GrammarError
 
@@ -34,7 +35,9 @@ def structural_tag_to_lark(source: str, limits: GrammarLimits, embed: Callable[[
     Raises:
         GrammarError: with a pointer into the tag document.
     """
-    triggers, tags = _read(parse(source, limits))
+    document = parse(source, limits)
+    refuse_surrogates_in(document)
+    triggers, tags = _read(document)
     lines = [
         f"NO_TRIGGER: {_text_without(triggers)}",
         "start: (" + " | ".join(f"tag_{i}" for i in range(len(tags))) + ")* NO_TRIGGER",

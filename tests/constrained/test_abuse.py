@@ -146,3 +146,84 @@ def test_thousands_of_schemas_stay_within_the_cache(vocabulary: Vocabulary) -> N
     assert 0 < compiler.held_bytes <= limit
     assert compiler.num_remembered <= 1_024 + limit // 32_768
     compiler.close()
+
+
+@pytest.mark.parametrize(
+    "pattern", ["\\", "a\\", r"\d" "\\", r"\\" "\\", r"a\x4", r"\u00", r"\p{L"]
+)
+def test_a_pattern_that_ends_inside_an_escape_is_refused(
+    compiler: GrammarCompiler, pattern: str
+) -> None:
+    quoted = json.dumps(pattern)
+    for spec in (
+        GrammarSpec.regex(pattern),
+        GrammarSpec.json_schema(f'{{"type":"string","pattern":{quoted}}}'),
+        GrammarSpec.json_schema(f'{{"type":"object","patternProperties":{{{quoted}:true}}}}'),
+    ):
+        with pytest.raises(GrammarError, match="escape"):
+            compiler.check(spec)
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"),
+    [
+        (r'{"const": "\ud800"}', "/const"),
+        (r'{"enum": ["a", ["\udfff"]]}', "/enum/1/0"),
+        (r'{"type": "integer", "title": "\ud83d\ud83d\ude00"}', "/title"),
+        (r'{"properties": {"a/\ud800": {"type": "integer"}}}', "/properties/a~1\\ud800"),
+        (r'{"type": "\ud800"}', "/type"),
+    ],
+)
+def test_half_a_surrogate_pair_in_a_schema(
+    compiler: GrammarCompiler, schema: str, pointer: str
+) -> None:
+    with pytest.raises(GrammarError, match="half a surrogate pair") as caught:
+        compiler.check(GrammarSpec.json_schema(schema))
+    assert caught.value.pointer == pointer
+    str(caught.value).encode()
+    tag = f'{{"triggers": ["<f"], "tags": [{{"begin": "<f>", "schema": {schema}, "end": "f"}}]}}'
+    with pytest.raises(GrammarError, match="half a surrogate pair") as caught:
+        compiler.check(GrammarSpec.structural_tag(tag))
+    assert caught.value.pointer == f"/tags/0/schema{pointer}"
+
+
+def test_half_a_surrogate_pair_in_other_kinds(compiler: GrammarCompiler) -> None:
+    compiler.check(GrammarSpec.json_schema(r'{"const": "\ud83d\ude00"}'))
+    for spec in (
+        GrammarSpec.regex("a\ud800"),
+        GrammarSpec.ebnf('root ::= "\ud800"'),
+        GrammarSpec.lark('start: "\ud800"'),
+    ):
+        with pytest.raises(GrammarError, match=rf"^{spec.kind}: '.ud800' at \d+ is half"):
+            compiler.check(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            GrammarSpec.regex(r"\bfoo"),
+            r"regex '\\bfoo': lookarounds (\b, \B, ^ or $ inside",
+        ),
+        (GrammarSpec.regex("a)"), "regex 'a)': unopened group"),
+        (GrammarSpec.ebnf('root ::= "a" root'), "ebnf: the grammar is too complex: too many ways"),
+        (GrammarSpec.lark('start: "a" b\nb: x'), 'lark: line 2, column 4: unknown name: "x"'),
+        (GrammarSpec.lark("start: /(/"), "lark: line 1, column 8: unclosed group"),
+        (
+            GrammarSpec.json_schema('{"items": {"pattern": "(a)\\\\1"}}'),
+            "pattern: backreferences are not supported (at /items/pattern)",
+        ),
+        (
+            GrammarSpec.json_schema('{"type": "string", "minLength": 5, "maxLength": 2}'),
+            "(at /minLength)",
+        ),
+    ],
+)
+def test_messages_speak_of_what_the_user_wrote(
+    compiler: GrammarCompiler, spec: GrammarSpec, message: str
+) -> None:
+    with pytest.raises(GrammarError) as caught:
+        compiler.check(spec)
+    assert message in str(caught.value)
+    for ours in ("WHOLE_TEXT", "start: /", '"grammars"', "non-verbose", "in regex", " | "):
+        assert ours not in str(caught.value)
