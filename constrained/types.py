@@ -2,7 +2,8 @@
 
     to_spec(Person)                 a pydantic model, dataclass or TypedDict: its JSON
     to_spec(list[Person] | None)    any type pydantic knows: JSON, `null` and `true`, never `None`
-    to_spec(Literal["yes", "no"])   one of the texts, without quotes; an Enum likewise
+    to_spec(Literal["yes", "no"])   one of the values as JSON, in quotes; an Enum likewise
+    to_spec(["yes", "no"])          one of the texts, without quotes
     to_spec(outlines.types.Regex("[0-9]+"))     every term of outlines, as it is
     to_spec({"type": "object", ...})            a JSON Schema, parsed or as JSON text
 
@@ -19,11 +20,12 @@ import json
 import re
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import pydantic
 import typing_extensions
 
+from .pydantic_schema import StrictJsonSchema
 from .schema_walk import Json, Node, children
 from .spec import GrammarError, GrammarSpec, Whitespace
 
@@ -50,10 +52,6 @@ def to_spec(value: object, *, whitespace: Whitespace = Whitespace.BOUNDED) -> Gr
     if module == "genson":
         schema: Mapping[str, object] = value.to_schema()  # type: ignore[attr-defined]
         return GrammarSpec.json_schema(schema, whitespace=whitespace)
-    if get_origin(value) is Literal:
-        return GrammarSpec.choice([_plain(option) for option in get_args(value)])
-    if isinstance(value, type) and issubclass(value, enum.Enum):
-        return GrammarSpec.choice([_plain(member.value) for member in value])
     return _from_type(value, whitespace)
 
 
@@ -80,13 +78,17 @@ def _plain(option: object) -> str:
 def _from_type(value: object, whitespace: Whitespace) -> GrammarSpec:
     try:
         if isinstance(value, pydantic.TypeAdapter):
-            schema = value.json_schema()
+            schema = value.json_schema(schema_generator=StrictJsonSchema)
         elif inspect.isroutine(value):
-            schema = _parameters(value).model_json_schema()
+            schema = _parameters(value).model_json_schema(schema_generator=StrictJsonSchema)
         else:
-            schema = pydantic.TypeAdapter(_portable(value)).json_schema()
-    except (pydantic.errors.PydanticUserError, TypeError, NameError) as error:
-        raise GrammarError(f"{value!r} has no JSON Schema: {error}") from None
+            adapter = pydantic.TypeAdapter(_portable(value))
+            schema = adapter.json_schema(schema_generator=StrictJsonSchema)
+    except GrammarError as error:
+        raise GrammarError(f"{value!r:.200}: {error}") from None
+    except (pydantic.errors.PydanticUserError, ImportError, TypeError, NameError) as error:
+        reason = str(error).partition("\n")[0]
+        raise GrammarError(f"{value!r:.200} has no JSON Schema: {reason}") from None
     _close_objects(schema)
     return GrammarSpec.json_schema(schema, whitespace=whitespace)
 

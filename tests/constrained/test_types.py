@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import decimal
 import enum
+import ipaddress
 import json
 import subprocess
 import sys
 import typing
-from typing import Literal
+from typing import Annotated, Literal
 
 import pydantic
 import pytest
+from pydantic import Field, StringConstraints
 
 from palmette.constrained.compiler import GrammarCompiler
 from palmette.constrained.spec import GrammarError, GrammarKind, GrammarSpec, Whitespace
@@ -52,6 +56,18 @@ JSON_TYPES = [
     (Options, ["{}", '{"limit":1}', '{"where":{"street":"","zip":0}}'], ['{"limit":"a"}']),
     (dict[str, list[int]], ["{}", '{"a":[1]}'], ['{"a":1}']),
     (Literal["a"] | int, ['"a"', "1"], ["a"]),
+    (Literal["yes", "no"], ['"yes"', '"no"'], ["yes", '"maybe"']),
+    (Literal["a", 1, True, None], ['"a"', "1", "true", "null"], ["a", "None", "2"]),
+    (Colour, ['"red"', '"dark green"'], ["red", "RED", '"RED"']),
+    (decimal.Decimal, ["1.5", "-2"], ['"1.5"', '"x"']),
+    (Annotated[decimal.Decimal, Field(ge=1, lt=2)], ["1", "1.99"], ["2", "0.9", '"9"']),
+    (datetime.timedelta, ['"P1DT2H"'], ["1", '"x"']),
+    (
+        pydantic.UUID4,
+        ['"c56a4180-65aa-42ec-a945-5fd21dec0538"'],
+        ['"c56a4180-65aa-12ec-a945-5fd21dec0538"', '"c56a4180-65aa-42ec-1945-5fd21dec0538"'],
+    ),
+    (pydantic.HttpUrl, ['"https://a.de/b"'], ['"ftp://a.de"', '"https://"']),
     (call_me, ['{"city":"x"}', '{"city":"x","days":1}'], ['{"days":1}']),
 ]
 
@@ -73,13 +89,11 @@ def test_python_types_are_json(
 @pytest.mark.parametrize(
     ("value", "options"),
     [
-        (Literal["yes", "no"], ["yes", "no"]),
-        (Literal["a", 1, True, None], ["a", "1", "true", "null"]),
-        (Colour, ["red", "dark green"]),
+        (["a", 1, True, None, Colour.RED], ["a", "1", "true", "null", "red"]),
         (["x", "y"], ["x", "y"]),
     ],
 )
-def test_literals_and_enums_are_plain_text(value: object, options: list[str]) -> None:
+def test_lists_are_plain_text(value: object, options: list[str]) -> None:
     spec = to_spec(value)
     assert spec.kind == GrammarKind.CHOICE
     assert json.loads(spec.source) == options
@@ -96,6 +110,39 @@ def test_a_schema_keeps_its_key_order_and_its_openness() -> None:
 @pytest.mark.parametrize("value", ["[a-z]+", 3, object(), {"a": object()}, lambda *rest: None])
 def test_what_is_no_output_type_is_refused(value: object) -> None:
     with pytest.raises(GrammarError):
+        to_spec(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (complex, "complex"),
+        (list[complex], "complex"),
+        (dict[int, str], "dict with keys of type int"),
+        (Annotated[decimal.Decimal, Field(max_digits=4)], "max_digits of Decimal"),
+        (Annotated[decimal.Decimal, Field(decimal_places=2)], "decimal_places of Decimal"),
+        (Annotated[bytes, Field(max_length=3)], "max_length of bytes"),
+        (Annotated[datetime.timedelta, Field(ge=datetime.timedelta(1))], "ge of timedelta"),
+        (Annotated[datetime.date, Field(lt=datetime.date(2020, 1, 1))], "lt of date"),
+        (Annotated[datetime.time, Field(gt=datetime.time(3))], "gt of time"),
+        (list[Annotated[datetime.datetime, Field(le=datetime.datetime(2020, 1, 1))]], "le of date"),
+        (pydantic.PastDate, "now_op of date"),
+        (pydantic.NaiveDatetime, "tz_constraint 'naive'"),
+        (
+            Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)],
+            "strip_whitespace",
+        ),
+        (Annotated[int | str, Field(gt=3)], "gt of this type"),
+        (pydantic.Json[int], "Json"),
+        (pydantic.Base64Bytes, "'base64'"),
+        (pydantic.FilePath, "'file-path'"),
+        (ipaddress.IPv4Network, "'ipv4network'"),
+        (type[int], "type"),
+        (pydantic.create_model("M", x=(complex | None, None)), "complex"),
+    ],
+)
+def test_limits_that_a_schema_would_lose_are_refused_by_name(value: object, name: str) -> None:
+    with pytest.raises(GrammarError, match=f"{name}.* can't be enforced"):
         to_spec(value)
 
 

@@ -229,6 +229,11 @@ def test_gen_int_and_gen_string_are_dtypes() -> None:
     assert state["t"] == '""'
 
 
+def test_a_list_is_no_json_schema() -> None:
+    with pytest.raises(ValueError, match=r"json_schema: a list is no schema.*choices"):
+        pm.gen("x", json_schema=["yes", "no"])  # type: ignore[arg-type]
+
+
 def test_json_schema_takes_text_dicts_and_pydantic_models() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
