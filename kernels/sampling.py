@@ -177,6 +177,7 @@ def _logprobs(logits: Float32Array, normalizer: float) -> Float32Array:
     return (logits.astype(np.float64) - normalizer).astype(np.float32)
 
 
+@np.errstate(over="ignore")  # of a tiny temperature or penalty: infinity is its limit
 def _choose(row: Float32Array, params: SampleBatch, i: int, best: int, random: float) -> int:
     """The id to emit for a finite row whose first largest logit is at `best`."""
     special = params.rows[i]

@@ -41,6 +41,9 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How tokens are chosen. Defaults leave the model's distribution as it is.
 
+    Temperature, top_p and repetition penalty are computed with as float32: values above 0 beyond
+    its normal range, [1.2e-38, 3.4e38], count as the nearest one in it.
+
     Raises:
         RequestError: on a value outside its range, with the field's name.
     """

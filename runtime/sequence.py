@@ -303,6 +303,14 @@ def _id_array(ids: frozenset[int] | tuple[()]) -> Int32Array:
     return np.array(sorted(ids), np.int32)
 
 
+_FLOAT32 = np.finfo(np.float32)
+
+
+def _in_float32(value: float) -> float:
+    """`value` >= 0 in the range of normal float32 numbers; only 0 stays 0."""
+    return min(max(value, float(_FLOAT32.tiny)), float(_FLOAT32.max)) if value else 0.0
+
+
 class SequenceTable:
     """Row r of every array belongs to `sequences[r]`; only new pages are written in a step."""
 
@@ -334,13 +342,13 @@ class SequenceTable:
         request, sampling = sequence.request, sequence.request.sampling
         self.num_pages[row] = 0
         self.num_tokens[row] = sequence.num_tokens
-        self.temperature[row] = sampling.temperature
+        self.temperature[row] = _in_float32(sampling.temperature)
         self.top_k[row] = min(sampling.top_k, 2**31 - 1)
-        self.top_p[row] = sampling.top_p
+        self.top_p[row] = _in_float32(sampling.top_p)
         self.min_p[row] = sampling.min_p
         self.presence_penalty[row] = sampling.presence_penalty
         self.frequency_penalty[row] = sampling.frequency_penalty
-        self.repetition_penalty[row] = sampling.repetition_penalty
+        self.repetition_penalty[row] = _in_float32(sampling.repetition_penalty)
         self.seeds[row] = sequence.seed
         self.choices[row] = request.choice_index
         self.num_top[row] = request.logprobs.num_top if request.logprobs.output else -1

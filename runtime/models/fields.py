@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 
+MAX_LAYERS = 10_000  # names and kinds of layers are listed before the weights are looked at
+
 
 class Fields:
     """A mapping read key by key. `prefix` is put before every key: GGUF's "llama."."""
@@ -21,12 +23,16 @@ class Fields:
         """None when the key is missing or null."""
         return self._values.get(self._prefix + key)
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int | None = None
+    ) -> int:
         value = self.get(key)
         if value is None and default is not None:
             return default
         if type(value) is not int or value < least:
             raise self._error(key, f"an integer of at least {least}", value)
+        if most is not None and value > most:
+            raise self._error(key, f"an integer of at most {most}", value)
         return value
 
     def optional_integer(self, key: str, *, least: int = 1) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import chain
 
 from .config import ModelConfig
-from .fields import Fields
+from .fields import MAX_LAYERS, Fields
 
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -32,7 +32,7 @@ def gguf_decoder_config(values: Mapping[str, object], architecture: str) -> Mode
         vocab_size=_vocab_size(fields, tokenizer),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("feed_forward_length"),
-        num_layers=fields.integer("block_count"),
+        num_layers=fields.integer("block_count", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,

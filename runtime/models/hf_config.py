@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .config import ModelConfig, RopeScaling
-from .fields import Fields
+from .fields import MAX_LAYERS, Fields
 
 _ACTIVATIONS = ("silu", "swish")
 _ROPE_TYPES = ("default", "llama3")
@@ -31,7 +31,7 @@ def decoder_config(values: Mapping[str, object], architecture: str) -> ModelConf
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=fields.integer("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=fields.integer("head_dim", max(1, hidden_size // num_heads)),
@@ -51,7 +51,7 @@ def optional_window(values: Mapping[str, object]) -> int | None:
     if not fields.boolean("use_sliding_window", False):
         return None
     window = fields.optional_integer("sliding_window")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     first = fields.integer("max_window_layers", 28, least=0)
     kinds = fields.get("layer_types")
     if not isinstance(kinds, list):

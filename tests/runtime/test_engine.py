@@ -51,6 +51,36 @@ def answer(script: Script | None, wanted: Request, **engine: object) -> Answer:
     return answers[wanted.request_id]
 
 
+@pytest.mark.parametrize(
+    ("sampling", "only"),
+    [
+        ({"repetition_penalty": 1e-320}, "a"),
+        ({"repetition_penalty": 1.2e-38}, "a"),
+        ({"temperature": 1e-320}, "x"),
+        ({"temperature": 1e-45, "repetition_penalty": 1e-320}, "a"),
+        ({"temperature": 1.0, "top_p": 1e-320}, "x"),
+        ({"temperature": 1.0, "min_p": 1e-320}, "x"),
+        ({"temperature": 1e39}, None),
+        ({"temperature": 1.7e308}, None),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_values_beyond_float32_give_their_limit(
+    sampling: dict[str, float], only: str | None
+) -> None:
+    logits = np.full(300, -5, np.float32)
+    logits[[ord("a"), ord("x"), EOS]] = 60, 90, -np.inf
+
+    got = answer(lambda ids: logits, request(seed=1, max_new_tokens=64, **sampling))
+    assert got.error is None and got.finish is not None
+    assert got.finish.reason is FinishReason.LENGTH
+    if only is not None:
+        assert set(got.token_ids) == {ord(only)}
+    else:  # uniform over all that are possible
+        assert len(set(got.token_ids)) > 40
+        assert EOS not in got.token_ids
+
+
 def test_eos_ends_a_request_and_is_not_delivered() -> None:
     got = answer(says("hello", prompt_length=4), request())
     assert got.text == "hello"

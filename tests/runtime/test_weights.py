@@ -243,6 +243,22 @@ def test_res_01_damaged_configuration(tiny_models: Any, tmp_path: Path) -> None:
         open_checkpoint(directory / "absent")
 
 
+@pytest.mark.parametrize("num_layers", [10_001, 10**8, 10**9, 10**30])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_layers_nobody_has_are_refused_before_they_are_listed(
+    family: str, num_layers: int, tiny_models: Any, tmp_path: Path
+) -> None:
+    directory = tiny_models.directory(family)
+    copy = shutil.copytree(directory, tmp_path / "model")
+    values = json.loads((copy / "config.json").read_text())
+    values |= {"num_hidden_layers": num_layers, "use_sliding_window": True, "sliding_window": 8}
+    (copy / "config.json").write_text(json.dumps(values))
+    with pytest.raises(
+        ValueError, match=rf"config\.json: num_hidden_layers: .*10000.*{num_layers}'"
+    ):
+        open_checkpoint(copy)
+
+
 def test_pickled_weights_are_not_read(tiny_models: Any, tmp_path: Path) -> None:
     directory = shutil.copytree(tiny_models.directory("llama"), tmp_path / "model")
     (directory / "model.safetensors").unlink()
