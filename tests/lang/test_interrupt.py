@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+from running_server import RunningServer
 
 import palmette as pm
+from palmette.lang.remote import HttpClient
 from palmette.lang.testing import FakeModel
 from palmette.runtime.client import LocalClient
 from palmette.runtime.fake_runner import fake_engine
@@ -137,3 +139,30 @@ def test_an_interrupted_submit_loses_no_later_program() -> None:
     assert ask.run("y", backend=model)["b"] == " ok" * 4
     with pytest.raises(pm.ProgramError, match="interrupted"):
         state["a"]
+
+
+class InterruptedRemote(HttpClient):
+    """Its first poll is interrupted."""
+
+    num_polls = 0
+
+    def poll(self) -> list[Output]:
+        self.num_polls += 1
+        if self.num_polls == 1:
+            raise KeyboardInterrupt
+        return super().poll()
+
+
+def test_after_an_interrupted_read_a_server_is_quiet_and_answers(server: RunningServer) -> None:
+    client = InterruptedRemote(server.url)
+    other = HttpClient(server.url)
+    alone = ask.run("second", backend=other).text()
+    other.close()
+    first = ask.run("first", backend=client)
+    with pytest.raises(KeyboardInterrupt):
+        first.sync()
+    assert ask.run("second", backend=client).text() == alone
+    with pytest.raises(pm.ProgramError, match="interrupted"):
+        first["b"]
+    assert server.stats()["running"] == 0
+    client.close()
