@@ -22,6 +22,8 @@ from .hf_tokenizer import directory_parts
 from .text import well_formed
 from .tokenizer_parts import TokenizerParts
 
+_LONG_TEXT = 2048  # characters; some 2 ms
+
 
 class Tokenizer:
     """Immutable after construction; `encode` may run in several threads at once."""
@@ -89,9 +91,8 @@ class Tokenizer:
         """
         text = well_formed(text)
         if parse_special:
-            ids: list[int] = self._parsing.encode(text, add_special_tokens=False).ids
-            return ids
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+            return _ids(self._parsing, text)
+        ids = _ids(self._plain, text)
         if self._control_ids.isdisjoint(ids):
             return ids
         return self._encode_around_control(text)
@@ -137,8 +138,22 @@ class Tokenizer:
         edges = [0, *cuts, len(text)]
         ids: list[int] = []
         for start, end in itertools.pairwise(edges):
-            ids += self._plain.encode(text[start:end], add_special_tokens=False).ids
+            ids += _ids(self._plain, text[start:end])
         return [token_id for token_id in ids if token_id not in self._control_ids]
+
+
+def _ids(backend: Backend, text: str) -> list[int]:
+    """Ids without BOS; a long text lets other threads run.
+
+    `encode` holds the GIL to its end, seconds for a text of megabytes; the calls for batches give
+    it up, and the fast one leaves out the offsets that nobody reads here. The ids are the same.
+    """
+    ids: list[int]
+    if len(text) <= _LONG_TEXT:
+        ids = backend.encode(text, add_special_tokens=False).ids
+    else:
+        ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def _without_control_tokens(backend: Backend) -> Backend:

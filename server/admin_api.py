@@ -176,12 +176,12 @@ async def detokenize(request: Request) -> Response:
     texts = []
     for item in lists:
         ids = token_ids(item, "tokens")
-        if any(token_id >= info.vocab_size for token_id in ids):
+        if max(ids, default=0) >= info.vocab_size:
             raise invalid(f"tokens: ids must be below {info.vocab_size}", "tokens")
         if body.skip_special_tokens:
             special = context.text.special_ids(info)
             ids = tuple(token_id for token_id in ids if token_id not in special)
-        texts.append(context.text.decode(ids))
+        texts.append(await context.text.decode(ids))
     answer = texts if is_batch else texts[0]
     return JsonBody({"text": answer, "prompt": answer})
 

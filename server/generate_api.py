@@ -75,7 +75,7 @@ async def generate(request: Request) -> Response:
     items, is_batch = _prompts(body, info)
     samplings = _samplings(body, len(items), info)
     prompts = [
-        await context.text.encode(item, info, parse_special=body.parse_special)
+        await context.text.encode(item, info, parse_special=body.parse_special, name="text")
         if isinstance(item, str)
         else item
         for item in items

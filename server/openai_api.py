@@ -105,20 +105,22 @@ async def completions(request: Request) -> Response:
     prompts: list[TokenIds] = []
     for item in items:
         prompts.append(
-            await context.text.encode(item, info, parse_special=body.parse_special)
+            await context.text.encode(item, info, parse_special=body.parse_special, name="prompt")
             if isinstance(item, str)
             else item
         )
     plans = [plan] * len(prompts)
-    echoed = [_echo(context, body, item) for item in items for _ in range(body.n)]
+    echoed: list[str] = []
+    for item in items:
+        echoed += [await _echo(context, body, item)] * body.n
     call = _open(context, request, owner, "cmpl", body, prompts, plans, COMPLETION_NAMES)
     return await _respond(call, CompletionFormat(context, body, call, echoed), body, context)
 
 
-def _echo(context: ServerContext, body: CompletionBody, item: str | TokenIds) -> str:
+async def _echo(context: ServerContext, body: CompletionBody, item: str | TokenIds) -> str:
     if not body.echo:
         return ""
-    return item if isinstance(item, str) else context.text.decode(item)
+    return item if isinstance(item, str) else await context.text.decode(item)
 
 
 def _check_common(body: OpenAIBody, context: ServerContext) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -417,3 +418,23 @@ def test_damaged_gguf_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF" + b"\xff" * 64)
     with pytest.raises(ValueError, match=r"broken\.gguf: "):
         PalmetteTokenizer.from_gguf(path)
+
+
+def test_a_long_text_has_the_same_ids_and_lets_other_threads_run(tiny_files: Path) -> None:
+    tokenizer = PalmetteTokenizer.from_directory(tiny_files)
+    piece = "the cat sat <|im_start|> on \u00e9\u4e2d 12345\n"
+    backend = Tokenizer.from_file(str(tiny_files / "tokenizer.json"))
+    whole = backend.encode(piece * 100, add_special_tokens=False).ids
+    assert tokenizer.encode(piece * 100, parse_special=True) == whole
+    plain = tokenizer.encode(piece * 100)
+    assert tokenizer.decode(plain) == piece * 100
+    num_ticks, is_done = 0, threading.Event()
+
+    def work() -> None:
+        tokenizer.encode(piece * 20_000)
+        is_done.set()
+
+    threading.Thread(target=work).start()
+    while not is_done.wait(0.001):
+        num_ticks += 1
+    assert num_ticks > 5  # none, if encoding held the interpreter

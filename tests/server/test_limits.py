@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ from running_server import RunningServer
 
 from palmette.constrained.spec import GrammarKind
 from palmette.runtime.request import EngineInfo, Limits
+from palmette.runtime.tokenizer import Tokenizer
 from palmette.server import limits, schemas
 from palmette.server.errors import ApiError
+from palmette.server.text_service import TextService
 
 INFO = EngineInfo(
     model="m",
@@ -244,3 +248,51 @@ def test_a_response_format_is_never_dropped(value: Any, param: str) -> None:
 def test_salts_of_different_kinds_cannot_meet() -> None:
     assert limits.salt("a", "cache_salt", 9) != limits.salt("a", "extra_key", 9)
     assert limits.salt("", "cache_salt", 9) == ()
+
+
+def said(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "body"),
+    [
+        ("/v1/completions", "prompt", {"prompt": "a" * 30001, "max_tokens": 1}),
+        ("/v1/completions", "prompt", {"prompt": ["a", "a" * 30001], "max_tokens": 1}),
+        ("/generate", "text", {"text": "a" * 30001}),
+        ("/v1/chat/completions", "messages", {"messages": [said("a" * 15001), said("a" * 15000)]}),
+        (
+            "/v1/chat/completions",
+            "messages",
+            {"messages": [said([{"type": "text", "text": "a" * 30001}])]},
+        ),
+    ],
+    ids=["text", "texts", "generate", "chat", "parts"],
+)
+def test_what_no_tokens_could_make_short_enough_is_refused_by_its_length(
+    server: RunningServer, path: str, param: str, body: dict[str, Any]
+) -> None:
+    response = server.post(path, body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert error["code"] == "context_length_exceeded"
+    assert "30001 characters" in error["message"] and "2048 tokens" in error["message"]
+
+
+def test_long_texts_can_be_counted(server: RunningServer) -> None:
+    answer = server.post("/tokenize", {"prompt": "a" * 40000}).json()
+    assert answer["count"] == 40000
+
+
+def test_the_length_limit_is_the_context_in_the_longest_tokens(tiny_files: Path) -> None:
+    tokenizer = Tokenizer.from_directory(tiny_files)
+    info = dataclasses.replace(INFO, vocab_size=tokenizer.size, context_length=10)
+    tokens = tokenizer.vocabulary(tokenizer.size).token_bytes
+    longest = max(len(data.decode("utf-8", "replace")) for data in tokens)
+    service = TextService(tokenizer)
+    try:
+        service.check_length(10 * longest, info, "prompt")
+        with pytest.raises(ApiError, match=f"{10 * longest + 1} characters .* 10 tokens"):
+            service.check_length(10 * longest + 1, info, "prompt")
+    finally:
+        service.close()
