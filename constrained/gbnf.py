@@ -84,11 +84,18 @@ class _Parser(converter.GrammarParser):
         if char == "\\" and not escaped:
             raise _error(pos, "the grammar ends inside an escape")
         text, end = super()._parse_char(pos)
-        if char in ("\n", "\r"):
-            text = "\\n" if char == "\n" else "\\r"
+        if char < " ":
+            text = f"\\x{ord(char):02x}"
         elif text[:2] in ("\\u", "\\U"):  # others were decoded before
             text = f"\\x{int(text[2:] or '0', 16):02x}"
         return text, end
+
+    def _parse_literal(self, pos: Any) -> tuple[Any, Any]:
+        parts, pos = [], pos.advance()
+        while pos.current() != '"':
+            text, pos = self._parse_char(pos)
+            parts.append(text[1:] if text in ("\\[", "\\]") else text)
+        return converter.LiteralNode("".join(parts)), pos.advance()
 
     def _parse_char_class(self, pos: Any) -> tuple[Any, Any]:
         """A class of single characters and ranges; nothing in it is an operator."""
@@ -166,6 +173,8 @@ def _renamed(rules: dict[str, Any]) -> dict[str, Any]:
         while stack:
             node = stack.pop()
             stack.extend(node.children())
+            if isinstance(node, converter.RegexNode) and node.rx == ".":
+                node.rx = "(?s:.)"  # GBNF's dot takes line breaks too
             if isinstance(node, converter.RuleRefNode):
                 if node.name not in names or node.name not in rules:
                     raise GrammarError(f"ebnf: rule {node.name!r} is not defined")

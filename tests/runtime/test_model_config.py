@@ -160,6 +160,7 @@ def test_gguf_metadata_gives_the_same_config() -> None:
         ({"llama.expert_count": 8}, "llama.expert_count"),
         ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count"),
         ({"llama.block_count": 0}, "llama.block_count: expected an integer of at least 1"),
+        ({"llama.block_count": 10**9}, "llama.block_count: expected an integer of at most 10000"),
         ({"llama.attention.head_count": [6, 6]}, "llama.attention.head_count: expected an integer"),
     ],
 )
