@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from palmette.runtime.client import EngineClient
 from palmette.runtime.request import EngineInfo
 
-from .session import Session, current_task
+from .session import Session
+from .task import current_task
 
 if TYPE_CHECKING:
     from palmette.runtime.engine import Engine
@@ -72,7 +73,7 @@ def set_default_backend(backend: Backend) -> None:
 
 def flush_cache(backend: Backend | None = None) -> bool:
     """Forget all prefixes; False when something still runs."""
-    return session_of(backend).client.flush_cache()
+    return session_of(backend).flush_cache()
 
 
 def get_server_info(backend: Backend | None = None) -> EngineInfo:

@@ -14,7 +14,8 @@ from .chat import ChatFormat
 from .errors import located
 from .expressions import RunDefaults
 from .ir import Line, StateId, ValueId
-from .session import Session, Task, current_task
+from .session import Session
+from .task import Task, current_task
 from .trace import Reading
 
 P = ParamSpec("P")
@@ -65,6 +66,12 @@ class Host:
         self.defaults = defaults
         self.task: Task | None = None
         self.branches: dict[ValueId, str] = {}  # of what forks generate: "fork 0/2"
+
+    def __del__(self) -> None:
+        # No state is left: nobody can read what still runs.
+        if self.session is not None and not self.reading.is_done:
+            for sink in self.reading.sinks:
+                self.session.abandon(sink)
 
     @property
     def watched(self) -> tuple[object, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .backends import session_of
@@ -15,8 +15,10 @@ from .expressions import RunDefaults
 from .host import Host
 from .interpreter import Interpreter
 from .ir import Line, Program
-from .session import Session, Task
+from .session import Session
+from .started import StartedState
 from .state import ProgramState
+from .task import Task
 from .trace import DryRecorder, Recorder
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def _run_many(
     def is_one_done() -> bool:
         return any(_is_done(state) for state in active.values())
 
-    with _progress(len(calls), show=progress_bar) as bar:
+    with _progress(len(calls), show=progress_bar) as bar, _ended_together(session, active):
         while waiting or active or finished:
             while waiting and len(active) < max_active:
                 index, call = waiting.popleft()
@@ -102,6 +104,25 @@ def _run_many(
         raise error
 
 
+@contextmanager
+def _ended_together(session: Session, active: Mapping[int, ProgramState]) -> Iterator[None]:
+    """What ends the process in one program ends the programs of its batch.
+
+    A generator that is closed gives its states up, and they go with it.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except GeneratorExit:
+        for state in active.values():
+            state._give_up()
+        raise
+    except BaseException:
+        session.interrupt([one for state in active.values() for one in state._host.watched])
+        raise
+
+
 def trace_one(call: Call, *, line: Line) -> Program:
     """Record a program without a backend."""
     recorder = DryRecorder(line)
@@ -113,13 +134,11 @@ def trace_one(call: Call, *, line: Line) -> Program:
 def _start(call: Call, *, defaults: RunDefaults, session: Session, eager: bool) -> ProgramState:
     reading = Interpreter(session) if eager else Recorder(session)
     host = Host(reading=reading, session=session, chat=lambda: session.chat, defaults=defaults)
-    state = ProgramState(host)
-    host.task = Task(session, lambda: call.func(state, *call.args, **call.kwargs))
-    try:
-        session.resume(host.task)
-    except KeyboardInterrupt:
-        session.interrupt(host.watched)
-        raise
+    inner = ProgramState(host)
+    host.task = Task(session, lambda: call.func(inner, *call.args, **call.kwargs))
+    host.task.watched = host.watched
+    state = StartedState(inner)
+    session.resume(host.task)
     return state
 
 

@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
@@ -34,6 +35,7 @@ from .wire import MAX_TEXTS, Batch, batches_of, engine_info, error_of, error_of_
 
 T = TypeVar("T")
 _MAX_STREAMS = 64  # at once, as many as an engine runs; more wait here, not at the server
+_ABORT_S = 1.0  # for an aborted stream to end by itself
 _CALL_TIMEOUT_S = 60.0  # for calls that do not generate
 
 
@@ -68,7 +70,8 @@ class HttpClient:
         )
         self._loop = asyncio.new_event_loop()
         self._streams = asyncio.Semaphore(_MAX_STREAMS)
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._jobs: set[asyncio.Task[None]] = set()  # streams and aborts
+        self._batches: dict[str, tuple[Batch, asyncio.Task[None]]] = {}  # by unfinished request
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="palmette-http", daemon=True
         )
@@ -82,9 +85,10 @@ class HttpClient:
         self._loop.call_soon_threadsafe(self._start, batches)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            if request_id in self._open:
-                self._post("/abort_request", {"rid": request_id})
+        """Does not wait for the server; what it makes of it shows in the outputs."""
+        ids = [request_id for request_id in request_ids if request_id in self._open]
+        if ids and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._start_abort, ids)
 
     def poll(self) -> list[Output]:
         if not self._open:
@@ -193,16 +197,43 @@ class HttpClient:
 
     def _start(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
-            job = self._loop.create_task(self._stream(batch))
-            self._jobs.add(job)
-            job.add_done_callback(self._jobs.discard)
+            job = self._add_job(self._stream(batch))
+            self._batches.update((one.request_id, (batch, job)) for one in batch.requests)
+
+    def _add_job(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        job = self._loop.create_task(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return job
+
+    def _start_abort(self, request_ids: Sequence[str]) -> None:
+        jobs: dict[asyncio.Task[None], tuple[Batch, list[str]]] = {}
+        for request_id in request_ids:
+            if request_id in self._batches:
+                batch, job = self._batches[request_id]
+                jobs.setdefault(job, (batch, []))[1].append(request_id)
+        for job, (batch, ids) in jobs.items():
+            self._add_job(self._abort(batch, job, ids))
+
+    async def _abort(self, batch: Batch, job: asyncio.Task[None], ids: Sequence[str]) -> None:
+        """Ask the server; close the stream of a batch that is given up and goes on all the same.
+
+        It goes on where the server did not have the request yet: it waits here, or is on its way.
+        """
+        with suppress(httpx.HTTPError, BackendError):
+            for request_id in ids:
+                await self._call_async("POST", "/abort_request", {"rid": request_id})
+        is_given_up = {one.request_id for one in batch.unfinished()} <= set(ids)
+        if is_given_up and not (await asyncio.wait({job}, timeout=_ABORT_S))[0]:
+            job.cancel("the request was aborted")
 
     async def _stream(self, batch: Batch) -> None:
         try:
             async with self._streams:
                 await self._read(batch)
-        except asyncio.CancelledError:
-            self._fail(batch, ErrorInfo(code="abort", message="the client was closed"))
+        except asyncio.CancelledError as error:
+            message = str(error) or "the client was closed"
+            self._fail(batch, ErrorInfo(code="abort", message=message))
             raise
         except httpx.HTTPError as error:
             message = _unreachable(self.base_url, error)
@@ -215,6 +246,9 @@ class HttpClient:
         else:
             message = "the server ended the stream before the answer was complete"
             self._fail(batch, ErrorInfo(code="unreachable", message=message))
+        finally:
+            for request in batch.requests:
+                self._batches.pop(request.request_id, None)
 
     async def _read(self, batch: Batch) -> None:
         async with self._client.stream(

@@ -12,15 +12,12 @@ Every wait ends: when the backend has nothing unfinished, whatever still waits g
 
 from __future__ import annotations
 
-import contextvars
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
-
-from greenlet import getcurrent, greenlet
 
 from palmette.runtime.client import EngineClient
 from palmette.runtime.request import (
@@ -36,6 +33,7 @@ from palmette.runtime.request import (
 from .chat import ChatFormat
 from .content import Content, Encoder, start
 from .errors import BackendError
+from .task import ELSEWHERE, INTERRUPTED, STALLED, Task, current_task
 
 if TYPE_CHECKING:
     import asyncio
@@ -51,105 +49,6 @@ class Sink(Protocol):
     def fail_calls(self, message: str) -> list[Request]: ...
 
 
-class _Stack(greenlet):  # type: ignore[misc]  # greenlet is not typed
-    task: Task
-
-
-class Task:
-    """The body of one program, on its own stack.
-
-    `finished` is set when it returned or raised; `error` is what it raised.
-    """
-
-    def __init__(self, session: Session, body: Callable[[], object]) -> None:
-        self.session = session
-        self.starter = current_task()
-        self.finished = False
-        self.value: object = None
-        self.error: BaseException | None = None
-        self.is_stalled = False
-        self._body = body
-        self._thread_id = threading.get_ident()
-        self._done: Callable[[], bool] = _never
-        self._stack = _Stack(self._run)
-        self._stack.gr_context = contextvars.copy_context()
-        self._stack.task = self
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the thread whose stack the body lives on."""
-        return threading.get_ident() == self._thread_id
-
-    def resume(self) -> None:
-        """Run the body until it waits or ends.
-
-        Raises:
-            BackendError: in another thread than the one the program was started in.
-        """
-        if not self.is_here:
-            raise BackendError(_ELSEWHERE)
-        self._stack.parent = getcurrent()
-        self._stack.switch()
-
-    def interrupt(self) -> None:
-        """End a waiting body with a KeyboardInterrupt at the place where it waits."""
-        if self.is_here and not self.finished:
-            self._stack.parent = getcurrent()
-            with suppress(KeyboardInterrupt):
-                self._stack.throw(KeyboardInterrupt)
-
-    def is_ready(self) -> bool:
-        """Whether a waiting body can go on."""
-        return self.is_stalled or self._done()
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        """Called in the body: let others work until `done()`."""
-        self._done = done
-        try:
-            while not done():
-                parent = self._stack.parent
-                assert parent is not None  # whoever resumed this body
-                parent.switch()
-                if self.is_stalled:
-                    self.is_stalled = False
-                    raise BackendError(_STALLED)
-        finally:
-            self._done = _never
-
-    def _run(self) -> None:
-        try:
-            self.value = self._body()
-        except Exception as error:  # the fault boundary of a program; kept for its readers
-            self.error = error
-        except BaseException:  # Ctrl-C goes on to whoever drives; readers get a plain error
-            self.error = BackendError(_INTERRUPTED)
-            raise
-        finally:
-            self.finished = True
-            self._body = _nothing
-
-
-_ELSEWHERE = (
-    "this program was started in another thread and is not finished; read its results there"
-)
-_INTERRUPTED = "the program was interrupted"
-_STALLED = "nothing is running that could give this text: programs wait for each other"
-
-
-def _never() -> bool:
-    return False
-
-
-def _nothing() -> object:
-    return None
-
-
-def current_task() -> Task | None:
-    """The program whose body is running, or None outside of programs."""
-    current = getcurrent()
-    return current.task if isinstance(current, _Stack) else None
-
-
 class Session:
     """Everything that runs on one backend."""
 
@@ -161,7 +60,10 @@ class Session:
         self._id = uuid.uuid4().hex[:12]
         self._num_runs = 0
         self._lock = threading.RLock()
+        self._depth = 0  # of `_round`, in the thread that has the lock
         self._poll_lock = threading.Lock()
+        self._polling_thread = 0
+        self._abandoned: deque[Task | Sink] = deque()
         self._new: dict[int, Sink] = {}  # by id: sinks with nodes that were not looked at
         self._outbox: deque[Request] = deque()
         self._owners: dict[str, Sink] = {}  # unfinished requests, in the outbox too
@@ -209,9 +111,12 @@ class Session:
         if task is None or task.session is not self:
             try:
                 while not done():
-                    if not self.advance():
-                        raise BackendError(_ELSEWHERE if self._ready else _STALLED)
-            except KeyboardInterrupt:
+                    # Another thread may have finished it between the two calls of done().
+                    if not self.advance() and not done():
+                        raise BackendError(ELSEWHERE if self._ready else STALLED)
+            except Exception:
+                raise
+            except BaseException:  # Ctrl-C, or a body that ends the process
                 self.interrupt(watched)
                 raise
             return
@@ -233,17 +138,15 @@ class Session:
 
         Readers get errors; the outputs that still come for their requests are ignored.
         """
-        with self._lock:
+        with self._round():
             found = {id(one): one for one in watched}
             tasks = [one for one in watched if isinstance(one, Task)]
             tasks += [task for key in found for task in self._watchers.get(key, ())]
             tasks = list(dict.fromkeys(tasks))
-            keys = {key for key, waiting in self._watchers.items() for t in tasks if t in waiting}
+            watchers = list(self._watchers.items())
+            keys = {key for key, waiting in watchers for t in tasks if t in waiting}
             keys |= set(found)
-            dead = [i for i, sink in self._owners.items() if id(sink) in keys]
-            sinks = {id(self._owners[i]): self._owners.pop(i) for i in dead}
-            self._outbox = deque(r for r in self._outbox if r.request_id in self._owners)
-            self.client.abort([i for i in dead if i in self._submitted])
+            sinks = self._abort(keys)
             for task in tasks:
                 task.interrupt()
             for key in keys:
@@ -251,25 +154,97 @@ class Session:
                     sinks[key] = new
                     new.start()  # what was recorded and not looked at is given up too
             for sink in sinks.values():
-                sink.fail_calls(_INTERRUPTED)
+                sink.fail_calls(INTERRUPTED)
                 self._notify(sink)
             for task in tasks:
                 self._notify(task)
 
+    def abandon(self, one: Task | Sink) -> None:
+        """Nobody reads any more what a body or a sink gives: end it, and abort its requests.
+
+        Called by destructors, so at any place and in any thread: inside of a round it waits for
+        the end of the round.
+        """
+        self._abandoned.append(one)
+        if self._polling_thread != threading.get_ident():
+            self._settle()
+
+    def flush_cache(self) -> bool:
+        """The backend's, after what was abandoned has ended."""
+        self._settle()
+        with self._round():
+            while any(request_id not in self._owners for request_id in self._submitted):
+                self._poll()
+                self._dispatch()
+        return self.client.flush_cache()
+
+    @contextmanager
+    def _round(self) -> Iterator[None]:
+        """Alone with the books; what was abandoned meanwhile is ended afterwards."""
+        with self._lock:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+        self._settle()
+
+    def _settle(self) -> None:
+        """End what was abandoned, unless a round is under way, which will do it at its end."""
+        while self._abandoned and self._lock.acquire(blocking=False):
+            try:
+                if self._depth:
+                    return
+                self._depth = 1
+                try:
+                    while self._abandoned:
+                        self._end(self._abandoned.popleft())
+                finally:
+                    self._depth = 0
+            finally:
+                self._lock.release()
+
+    def _end(self, one: Task | Sink) -> None:
+        if isinstance(one, Task):
+            one.abandon()
+            self._notify(one)
+        else:
+            self._abort({id(one)})
+            self._new.pop(id(one), None)
+
+    def _abort(self, keys: set[int]) -> dict[int, Sink]:
+        """Take the requests of sinks out of the books, and stop them; the sinks that had some."""
+        dead = [i for i, sink in self._owners.items() if id(sink) in keys]
+        sinks = {id(self._owners[i]): self._owners.pop(i) for i in dead}
+        if dead:
+            self._outbox = deque(r for r in self._outbox if r.request_id in self._owners)
+            self.client.abort([i for i in dead if i in self._submitted])
+        return sinks
+
     def resume(self, task: Task) -> None:
-        """Run a body until it waits or ends, and tell those who wait for it."""
-        task.resume()
+        """Run a body until it waits or ends, and tell those who wait for it.
+
+        Raises:
+            BaseException: what ended the body, when it is no Exception; its program is given up.
+        """
+        try:
+            task.resume()
+        except Exception:
+            raise
+        except BaseException:
+            self.interrupt(task.watched)
+            raise
         self._notify(task)
 
     def _notify(self, one: object) -> None:
         """Look again at the programs that wait for `one`."""
-        for task in self._watchers.get(id(one), ()):
+        for task in tuple(self._watchers.get(id(one), ())):
             if task.is_ready():
                 self._ready[task] = None
 
     def advance(self) -> bool:
         """One round; False when there is nothing left to do."""
-        with self._lock:
+        with self._round():
             if self._prepare():
                 return True
             if not self._submitted:
@@ -282,7 +257,7 @@ class Session:
         """`advance`, with the polling in a thread, so that the event loop goes on."""
         import asyncio  # only who streams into an event loop pays for it
 
-        with self._lock:
+        with self._round():
             if self._prepare():
                 return True
             if not self._submitted:
@@ -297,7 +272,7 @@ class Session:
         import asyncio
 
         await asyncio.to_thread(self._poll)
-        with self._lock:
+        with self._round():
             self._dispatch()
 
     def _prepare(self) -> bool:
@@ -309,16 +284,17 @@ class Session:
             return True
         has_started = bool(self._new)
         while self._new:
-            sink = self._new.pop(next(iter(self._new)))
-            self._queue(sink, sink.start())
-            self._notify(sink)
+            for key in list(self._new):  # at once: a body in another thread may be recording
+                sink = self._new.pop(key)
+                self._queue(sink, sink.start())
+                self._notify(sink)
         self._submit()
-        is_one_ready = any(task.is_here for task in self._ready)
+        is_one_ready = any(task.is_here for task in list(self._ready))
         return has_started or is_one_ready or bool(self._refused)
 
     def _resume_ready(self) -> bool:
         """Let bodies of this thread go on whose text is there; False when there is none."""
-        mine = [task for task in self._ready if task.is_here]
+        mine = [task for task in list(self._ready) if task.is_here]
         for task in mine:
             del self._ready[task]
             if task in self._waiting:
@@ -376,11 +352,14 @@ class Session:
         with self._poll_lock:
             if self._arrived:
                 return
+            self._polling_thread = threading.get_ident()
             try:
                 outputs = self.client.poll()
             except Exception as error:  # the fault boundary of a backend; told to all who wait
                 self._failure = f"{type(error).__name__}: {error}"
                 return
+            finally:
+                self._polling_thread = 0
             self._arrived.extend(outputs)
             if not outputs:
                 self._failure = "the backend ended without an answer to this request"
@@ -420,9 +399,9 @@ class Session:
 
     def _release_stalled(self) -> bool:
         """Nothing runs: give every program that waits an error. False when none does."""
-        waiting = [task for task in self._waiting if task not in self._ready and task.is_here]
+        waiting = [task for task in list(self._waiting) if task.is_here and task not in self._ready]
         for task in waiting:
-            task.is_stalled = True
+            task.is_stalled = not task.is_ready()
             self._ready[task] = None
         return bool(waiting)
 

@@ -211,25 +211,38 @@ class ProgramState:
         >>> s += "Once upon a time" + pm.gen("story", max_tokens=8)
         >>> pieces = [piece for piece in s.text_iter("story")]
         """
-        for text, _ in self._pieces(var_name):
-            yield text
+        try:
+            for text, _ in self._pieces(var_name):
+                yield text
+        except GeneratorExit:
+            self._give_up()
+            raise
 
     async def text_async_iter(
         self, var_name: str | None = None, return_meta_data: bool = False
     ) -> AsyncIterator[str | tuple[str, Meta]]:
         """`text_iter` for an event loop, which goes on while the backend works."""
         shown = 0
-        while True:
-            text, meta, is_all = self._progress(var_name)
-            if len(text) > shown:
-                piece, shown = text[shown:], len(text)
-                yield (piece, meta) if return_meta_data else piece
-            if is_all:
-                return
-            session = self._host.session
-            assert session is not None  # without one, `_progress` has raised
-            if not await session.advance_async() and not self._has_news(var_name, shown):
-                raise BackendError("nothing is running that could give this text")
+        try:
+            while True:
+                text, meta, is_all = self._progress(var_name)
+                if len(text) > shown:
+                    piece, shown = text[shown:], len(text)
+                    yield (piece, meta) if return_meta_data else piece
+                if is_all:
+                    return
+                session = self._host.session
+                assert session is not None  # without one, `_progress` has raised
+                if not await session.advance_async() and not self._has_news(var_name, shown):
+                    raise BackendError("nothing is running that could give this text")
+        except Exception:
+            raise
+        except BaseException:  # closed, or its task was cancelled
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """A reader has left before the end."""
 
     # Forking
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -65,17 +66,21 @@ class LocalClient:
     def __init__(self, engine: Engine, *, pause: Callable[[float], None] = time.sleep) -> None:
         self.engine = engine
         self._pause = pause
+        self._lock = threading.RLock()  # an event loop polls in a thread and goes on
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self.engine.submit(requests)
+        with self._lock:
+            self.engine.submit(requests)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        self.engine.abort(request_ids)
+        with self._lock:
+            self.engine.abort(request_ids)
 
     def poll(self) -> list[Output]:
         engine = self.engine
         while engine.has_work:
-            outputs = engine.step()
+            with self._lock:
+                outputs = engine.step()
             if outputs:
                 return outputs
             if engine.is_compiling:
@@ -92,7 +97,9 @@ class LocalClient:
         return self.engine.info
 
     def flush_cache(self) -> bool:
-        return self.engine.flush_cache()
+        with self._lock:
+            return self.engine.flush_cache()
 
     def close(self) -> None:
-        self.engine.close()
+        with self._lock:
+            self.engine.close()
