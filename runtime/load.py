@@ -6,10 +6,12 @@ engine below does not know which device it runs on.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from palmette import __version__
@@ -30,6 +32,15 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
+_DOCTOR = "`palmette doctor` shows what this installation can do"
+_REMEDIES = {
+    errno.EACCES: "check its permissions and owner",
+    errno.EPERM: "check its permissions and owner",
+    errno.ENOENT: "check the path, or fetch the model anew with `palmette pull`",
+    errno.ENOSPC: "free space on that disk",
+    errno.ENOMEM: "free memory, or choose a smaller --kv-tokens",
+}
+
 
 def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Engine:
     """Load the model of `config` and build the engine around it.
@@ -39,6 +50,34 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> En
         RuntimeError: when the model cannot be fetched or no runner fits this machine.
     """
     path = resolve_model(config.model, progress=progress)
+    with _explained(path):
+        return _load(config, path)
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model directory or GGUF file; needs none of the weights.
+
+    Raises:
+        ValueError: it cannot be read; names the file and the way out.
+    """
+    with _explained(path):
+        return Tokenizer.from_gguf(path) if path.is_file() else Tokenizer.from_directory(path)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """An error of the system, which may be no more than "not permitted", as one for the user."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # has a message of its own, as ctypes' of a damaged library
+            raise ValueError(f"cannot load {path}: {error}; {_DOCTOR}") from error
+        where = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
+        remedy = _REMEDIES.get(error.errno, _DOCTOR)
+        raise ValueError(f"cannot load {path}: {error.strerror}{where}; {remedy}") from error
+
+
+def _load(config: EngineConfig, path: Path) -> Engine:
     checkpoint = open_checkpoint(path)
     tokenizer = open_tokenizer(path)
     context_length = _context_length(config, checkpoint.config)
@@ -69,11 +108,6 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> En
         context_length=context_length,
     )
     return Engine(config=config, runner=runner, tokenizer=tokenizer, grammars=grammars, info=info)
-
-
-def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a model directory or GGUF file; needs none of the weights."""
-    return Tokenizer.from_gguf(path) if path.is_file() else Tokenizer.from_directory(path)
 
 
 def _context_length(config: EngineConfig, model: ModelConfig) -> int:
