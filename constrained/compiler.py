@@ -4,7 +4,7 @@
     cancel(spec): a queued compile for which nobody waits any more is dropped
 
 The shortest source is compiled first, so that a light grammar does not wait for the heavy ones
-before it; each later arrival counts as 1 KiB, so that no grammar is passed over for ever.
+before it; each later arrival counts as 64 bytes, so that no grammar is passed over for ever.
 
 Engines release the interpreter lock while they compile, so threads are enough and the step loop
 goes on. A thread can't be killed: a compile over its budget fails for those who wait, its worker
@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 _MAX_ERRORS = 1024  # of the negative cache
 _MAX_LOST_WORKERS = 8  # stuck in compiles over their budget; then nothing new is started
 _CLOSE_WAIT_S = 5.0
-_BYTES_PER_ARRIVAL = 1024  # how much shorter a later source must be to go first
+_BYTES_PER_ARRIVAL = 64  # how much shorter a later source must be to go first
 _STACK_BYTES = 64 * 1024 * 1024  # engines recurse over rules; virtual until touched
 
 

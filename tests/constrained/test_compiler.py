@@ -205,7 +205,7 @@ def test_the_shortest_source_goes_first_but_passes_over_none_for_ever(
     compiler = GrammarCompiler(vocabulary, backend, num_threads=1, budget_s=60)
     compiler.request(choice("slow"))
     wait_until_started(backend, 1)
-    specs = [choice(f"heavy{i}" + "x" * 8000) for i in range(3)]
+    specs = [choice(f"heavy{i}" + "x" * 700) for i in range(3)]
     specs += [choice(f"light{i}") for i in range(20)]
     for spec in specs:
         compiler.request(spec)
