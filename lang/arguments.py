@@ -27,25 +27,25 @@ SAMPLING_NAMES = tuple(
     "max_new_tokens" if name == "max_tokens" else name for name in RunDefaults._fields
 )
 
-# What the argument of gen() may be beside `choices`: values that ask for nothing else than select
-# does. A seed changes nothing about a choice that is not drawn.
-_BESIDE_CHOICES: Mapping[str, tuple[object, ...]] = {
-    **{name: (default,) for name, default in RunDefaults._field_defaults.items()},
-    "min_tokens": (0,),
-    "stop": ((), []),
-    "stop_token_ids": ((), []),
-    "stop_regex": ("", (), []),
-    "temperature": (0.0, 1.0),
-    "return_logprob": (False,),
-    "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
-    "return_text_in_logprobs": (False,),
-    "logit_bias": ({},),
+# What may be beside `choices` with any value: it says how text is drawn and where it ends, and a
+# choice is neither drawn nor ends before its end. SGLang's programs give these freely.
+_IDLE_BESIDE_CHOICES = frozenset(
+    {
+        *("max_tokens", "min_tokens", "stop", "stop_token_ids", "stop_regex", "ignore_eos", "seed"),
+        *("temperature", "top_p", "top_k", "min_p", "priority"),
+        *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"),
+    }
+)
+# What would change the result, and is therefore refused unless it asks for nothing.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
     "repetition_penalty": (1.0,),
-    "priority": (0,),
+    "logit_bias": ({},),
 }
 _CONSTRAINTS = ("choices", "regex", "json_schema", "ebnf", "dtype")
-_OF_CHOICES = ("name", "choices", "choices_method", "seed")
+_OF_CHOICES = ("name", "choices", "choices_method")
 
 
 def unknown_argument(place: str, name: str, known: Iterable[str], remedy: str = "") -> TypeError:
@@ -114,9 +114,10 @@ def refuse_unused(arguments: Mapping[str, object]) -> None:
             raise ValueError("choices_method: it needs choices")
         return
     for name, value in arguments.items():
-        if value is None or name in _OF_CHOICES or value in _BESIDE_CHOICES[name]:
+        if value is None or name in _OF_CHOICES or name in _IDLE_BESIDE_CHOICES:
             continue
-        raise ValueError(f"choices and {name}: select does not sample, so {name} would do nothing")
+        if name not in _NEUTRAL or value not in _NEUTRAL[name]:
+            raise ValueError(f"choices and {name}: select scores the choices as they are")
 
 
 def refuse_async(func: Callable[..., object]) -> None:

@@ -22,16 +22,8 @@ CHOICES = ["one", "two"]
         ({"dtype": int, "regex": "a"}, "regex and dtype"),
         ({"dtype": str, "json_schema": "{}"}, "json_schema and dtype"),
         ({"choices": CHOICES, "n": 2}, "choices and n:"),
-        ({"choices": CHOICES, "stop": "."}, "choices and stop:"),
-        ({"choices": CHOICES, "stop_regex": "."}, "choices and stop_regex:"),
-        ({"choices": CHOICES, "stop_token_ids": [3]}, "choices and stop_token_ids:"),
-        ({"choices": CHOICES, "temperature": 0.7}, "choices and temperature:"),
-        ({"choices": CHOICES, "max_tokens": 3}, "choices and max_tokens:"),
-        ({"choices": CHOICES, "return_logprob": True}, "choices and return_logprob:"),
-        ({"choices": CHOICES, "top_logprobs_num": 2}, "choices and top_logprobs_num:"),
-        ({"choices": CHOICES, "logprob_start_len": 0}, "choices and logprob_start_len:"),
+        ({"choices": CHOICES, "repetition_penalty": 1.5}, "choices and repetition_penalty:"),
         ({"choices": CHOICES, "logit_bias": {1: 2.0}}, "choices and logit_bias:"),
-        ({"choices": CHOICES, "priority": 1}, "choices and priority:"),
         ({"choices_method": pm.greedy_token_selection}, "choices_method"),
     ],
 )
@@ -49,6 +41,16 @@ def test_choices_take_arguments_at_their_defaults() -> None:
             "a", 128, 0, 1, [], (), "", 0, 1.0, -1, 0, 0, 0, False, False, -1, 0, False, None,
             CHOICES, pm.greedy_token_selection, seed=4, logit_bias={}, repetition_penalty=1,
         )  # fmt: skip
+
+    assert program.run(backend=FakeModel())["a"] in CHOICES
+
+
+def test_choices_take_what_says_how_to_draw_and_where_to_end() -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen(
+            "a", choices=CHOICES, max_tokens=3, temperature=0.7, stop=".", return_logprob=True
+        )
 
     assert program.run(backend=FakeModel())["a"] in CHOICES
 
