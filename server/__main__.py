@@ -43,6 +43,7 @@ _ENGINE_HELP = {
     "mixed_chunk_tokens": "most prefill tokens in a step that decodes too",
     "max_running": "sequences that hold pages",
     "prefix_cache": "share prefixes among requests",
+    "jump_forward": "tokens that a grammar forces are not sampled",
 }
 _SERVER_HELP = {
     "host": "address to bind",
@@ -149,6 +150,11 @@ def _parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     serve_text = "latency, throughput and cache use of an OpenAI-compatible server"
     add_bench_arguments(benches.add_parser("serve", help=serve_text, description=serve_text))
+    schema = add("schema", _schema, "look at JSON Schemas")
+    schemas = schema.add_subparsers(dest="schema", required=True, metavar="WHAT")
+    check_text = "how a JSON Schema is enforced: exactly, with checks at run time, or not at all"
+    check = schemas.add_parser("check", help=check_text, description=check_text)
+    check.add_argument("file", type=Path, help="a JSON Schema; - reads standard input")
     add("doctor", _doctor, "show what this installation can do")
     demo = add("demo", _demo, "run the built-in program")
     add_engine_options(demo)
@@ -281,6 +287,12 @@ def _bench(options: argparse.Namespace) -> int:
     from .bench_serve import run
 
     return run(options)
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from .schema_check import check
+
+    return check(options.file)
 
 
 def _doctor(options: argparse.Namespace) -> int:
