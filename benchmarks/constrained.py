@@ -4,9 +4,10 @@
 
 Each FILE holds one JSON object per line: `id`, `split`, `schema` and `tests`, a list of
 `{"valid": bool, "data": ...}` (JSON-Schema-Test-Suite groups, MaskBench schemas). Of every
-schema: *refused* (a GrammarError with its reason), *exact*, *order* (a valid instance is rejected
-only because of the order of its keys), *over* (a valid instance is rejected), *under* (an invalid
-one is accepted: must be 0).
+schema: *exact* (by the grammar alone), *residual* (exact with what the runtime checks), *order* (a
+valid instance is rejected only because of the order of its keys), *empty* (refused because no
+value is valid), *refused* (a GrammarError with its reason), *over* (a valid instance is rejected),
+*under* (an invalid one is accepted: must be 0).
 
 With --gguf also times on the vocabulary of that model: from a new schema to its first mask, and
 the fill of one mask row in a batch of 32.
@@ -26,10 +27,12 @@ import numpy as np
 
 from palmette.constrained import masks
 from palmette.constrained.backend import CompiledGrammar, select_backend
-from palmette.constrained.spec import GrammarError, GrammarSpec
+from palmette.constrained.spec import Formats, GrammarError, GrammarSpec
 from palmette.constrained.vocabulary import Vocabulary
 
-OUTCOMES = ("exact", "order", "refused", "over", "under")
+SUITE_SPLITS = ("draft2020-12", "draft7")
+NO_VALUE = ("Unsatisfiable schema", "no value", "no text satisfies", "value of this schema is inf")
+OUTCOMES = ("exact", "residual", "order", "empty", "refused", "over", "under")
 
 
 def byte_vocabulary() -> Vocabulary:
@@ -58,7 +61,14 @@ def accepts(grammar: CompiledGrammar, vocabulary: Vocabulary, value: object) -> 
     state = grammar.start()
     text = json.dumps(value, ensure_ascii=False)
     ids = vocabulary.encode(text)
-    return all(state.accept(token_id) for token_id in ids) and state.may_end
+    if not all(state.accept(token_id) for token_id in ids) or not state.may_end:
+        return False
+    check = grammar.check
+    cursor = check.cursor() if check else None
+    data = text.encode()
+    if cursor is not None and cursor.push(data) is not None:
+        return False
+    return check is None or check.is_valid(data)
 
 
 def in_declared_order(value: Any, rank: dict[str, int]) -> Any:
@@ -71,10 +81,22 @@ def in_declared_order(value: Any, rank: dict[str, int]) -> Any:
     return value
 
 
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def names_of(value: Any, rank: dict[str, int]) -> None:
+    for name in value if isinstance(value, dict) else ():
+        rank.setdefault(name, len(rank))
+        names_of(value[name], rank)
+
+
 def declared_keys(schema: Any, rank: dict[str, int]) -> None:
     if isinstance(schema, dict):
         for name in schema.get("properties") or ():
             rank.setdefault(name, len(rank))
+        for value in (schema.get("const"), *as_list(schema.get("enum"))):
+            names_of(value, rank)
         for child in schema.values():
             declared_keys(child, rank)
     elif isinstance(schema, list):
@@ -84,14 +106,22 @@ def declared_keys(schema: Any, rank: dict[str, int]) -> None:
 
 def judge(entry: dict[str, Any], vocabulary: Vocabulary, backend: Any) -> tuple[str, str]:
     """(outcome, reason or example) for one schema."""
-    source = json.dumps(entry["schema"], ensure_ascii=False)
+    schema = entry["schema"]
+    if entry["split"].startswith("draft7") and isinstance(schema, dict):
+        schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+    # In the suite's own words: formats are annotations but in its part about formats.
+    formats = Formats.ANNOTATE if entry["split"] in SUITE_SPLITS else Formats.KNOWN
+    spec = GrammarSpec.json_schema(json.dumps(schema, ensure_ascii=False), formats=formats)
     try:
-        grammar = backend.compile(GrammarSpec.json_schema(source), vocabulary)
+        grammar = backend.compile(spec, vocabulary)
     except GrammarError as error:
-        return "refused", str(error)
+        is_empty = any(sign in str(error) for sign in NO_VALUE)
+        is_right = is_empty and not any(test["valid"] for test in entry["tests"])
+        return "empty" if is_right else "refused", str(error)
     rank: dict[str, int] = {}
     declared_keys(entry["schema"], rank)
-    outcome, example = "exact", ""
+    outcome = "residual" if grammar.check is not None and grammar.check.residuals else "exact"
+    example = "; ".join(f"{r.pointer}/{r.keyword}" for r in grammar.check.residuals[:4])
     for test in entry["tests"]:
         taken = accepts(grammar, vocabulary, test["data"])
         if taken and not test["valid"]:

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .residual import SchemaCheck
 from .spec import GrammarError, GrammarSpec
 from .vocabulary import Vocabulary
 
@@ -62,6 +63,16 @@ class CompiledGrammar(Protocol):
     @property
     def notes(self) -> tuple[str, ...]:
         """What in the source restricts nothing, for the user: unknown formats and the like."""
+        ...
+
+    @property
+    def check(self) -> SchemaCheck | None:
+        """What is to be checked on the text itself; None: the grammar says it all."""
+        ...
+
+    @property
+    def shortest(self) -> Sequence[int] | None:
+        """The ids of a text as short as any that was found; None: none was found."""
         ...
 
     @property

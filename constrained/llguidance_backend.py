@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backend import MaskRow
+from .budget import Closer, closer_of
 from .limits import GrammarLimits
-from .llguidance_grammar import GrammarText, grammar_text, locate
+from .llguidance_grammar import GrammarText, grammar_text, locate, widened
 from .masks import allowed_ids, is_allowed, row_of
 from .messages import reason
 from .spec import GrammarError, GrammarSpec
@@ -40,6 +41,8 @@ _LIMITS = llguidance.LLParserLimits(
 )
 _ENCODE_CACHE_ENTRIES = 4096
 _WARM_STEPS = 16
+_MAX_SHORTEST = 400  # tokens of a text that is looked for while compiling
+_MAX_WIDENINGS = 40  # keywords that are left to residuals because the engine refuses them
 # Bytes that close what is open: the walk that warms a grammar prefers them, to end soon.
 _CLOSING = (b'"', b"}", b"]", b"0", b"1", b":", b",")
 
@@ -76,6 +79,7 @@ class _Shared:
     stop_ids: frozenset[int]
     closing_ids: tuple[int, ...]  # of single bytes that tend to end what is open
     stop_row: MaskRow  # allows the stop ids alone
+    closer: Closer
 
 
 class LLGuidanceState:
@@ -176,6 +180,8 @@ class LLGuidanceGrammar:
         self._prototype = prototype
         self._lock = threading.Lock()  # a matcher may not be touched by two threads at once
         self.notes = text.notes
+        self.check = text.check()
+        self.shortest = shared.closer.way_out(self.start(), _MAX_SHORTEST)
         self.num_bytes = num_bytes
 
     def start(self) -> LLGuidanceState:
@@ -197,13 +203,33 @@ class LLGuidanceBackend:
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> LLGuidanceGrammar:
         text = grammar_text(spec, self._limits)
         shared = self._shared_for(vocabulary)
-        matcher = self._matcher(shared, text.grammar)
-        if matcher.is_error():
-            message = _first_line(matcher.get_error())
-            raise locate(text, message, lambda g: bool(self._matcher(shared, g).is_error()))
+        matcher, text = self._widening_matcher(shared, text)
         num_states = _warm(matcher, shared, spec)
         num_bytes = 32_768 + 64 * len(text.grammar) + 2_048 * num_states
         return LLGuidanceGrammar(shared, matcher, text, num_bytes)
+
+    def _widening_matcher(
+        self, shared: _Shared, text: GrammarText
+    ) -> tuple[llguidance.LLMatcher, GrammarText]:
+        """A matcher for `text`, without the keywords that the engine turns out to lack.
+
+        They become residuals. Raises the GrammarError of what can't be left out.
+        """
+        for _ in range(_MAX_WIDENINGS):
+            matcher = self._matcher(shared, text.grammar)
+            if not matcher.is_error():
+                return matcher, text
+            message = _first_line(matcher.get_error())
+            error, node, keyword = locate(
+                text, message, lambda g: bool(self._matcher(shared, g).is_error())
+            )
+            if node is None or not isinstance(node.schema, dict):
+                raise error
+            try:
+                text = widened(text, node, keyword, message)
+            except GrammarError:
+                raise error from None
+        raise error
 
     @staticmethod
     def _matcher(shared: _Shared, grammar: str) -> llguidance.LLMatcher:
@@ -224,6 +250,7 @@ class LLGuidanceBackend:
                     frozenset(vocabulary.stop_ids),
                     _closing_ids(vocabulary),
                     row_of(vocabulary.stop_ids, vocabulary.size),
+                    closer_of(vocabulary),
                 )
             return self._shared
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import llguidance
 
@@ -19,6 +19,8 @@ from .gbnf import gbnf_to_lark
 from .limits import GrammarLimits
 from .messages import reason, refuse_surrogates
 from .preflight import PreparedSchema, prepare_json_schema
+from .residual import SchemaCheck
+from .rewrite import Residual, widen
 from .schema_walk import Json, Node, Resolver, escape, reachable
 from .spec import GrammarError, GrammarKind, GrammarSpec, Whitespace
 from .structural_tag import structural_tag_to_lark
@@ -36,6 +38,16 @@ class GrammarText:
     options: dict[str, Json] | None = None
     pattern: str | None = None  # the user's, of a regex
     kind: str = ""  # of what is no schema
+    source: str = ""  # of the schema
+
+    def check(self) -> SchemaCheck | None:
+        """What the runtime checks on the text itself."""
+        if self.schema is None:
+            return None
+        schema = self.schema
+        return SchemaCheck(
+            self.source, schema.draft, schema.residuals, is_dynamic=schema.is_dynamic
+        )
 
 
 def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
@@ -48,9 +60,9 @@ def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
         refuse_surrogates(spec.source, spec.kind)
     match spec.kind:
         case GrammarKind.JSON_SCHEMA:
-            return _json_schema_text(spec.source, spec.whitespace, limits)
+            return _json_schema_text(spec, spec.source, limits)
         case GrammarKind.JSON_OBJECT:
-            return _json_schema_text('{"type":"object"}', spec.whitespace, limits)
+            return _json_schema_text(spec, '{"type":"object"}', limits)
         case GrammarKind.REGEX:
             return GrammarText(
                 _lark(f"start: /{_regex(spec.source, limits)}/"), pattern=spec.source
@@ -74,16 +86,20 @@ _CLEARER = {
 }
 
 
-def locate(text: GrammarText, message: str, fails: Callable[[str], bool]) -> GrammarError:
-    """The error for a grammar the engine refused with `message`.
+def locate(
+    text: GrammarText, message: str, fails: Callable[[str], bool]
+) -> tuple[GrammarError, Node | None, str]:
+    """The error for a grammar the engine refused with `message`, the node and the keyword.
 
     `fails` compiles a grammar and tells whether that fails: among several parts of a schema that
     could be meant, it finds the one.
     """
     if text.pattern is not None:
-        return GrammarError(f"regex {text.pattern!r:.200}: {reason(message)}")
+        error = GrammarError(f"regex {text.pattern!r:.200}: {reason(message)}")
+        return error, None, ""
     if text.schema is None:
-        return GrammarError(f"{text.kind}: {reason(message, keeps_place=text.kind == 'lark')}")
+        bare = reason(message, keeps_place=text.kind == "lark")
+        return GrammarError(f"{text.kind}: {bare}"), None, ""
     schema = text.schema
     resolver = Resolver(schema.document, schema.draft)
     nodes = reachable(schema.document, resolver)
@@ -99,10 +115,42 @@ def locate(text: GrammarText, message: str, fails: Callable[[str], bool]) -> Gra
         failing = (c for c in candidates[:64] if fails(_alone(schema, c[0], text.options)))
         candidates = [next(failing, candidates[-1])]
     if not candidates:
-        return GrammarError(reason(message), pointer="")
+        return GrammarError(reason(message), pointer=""), None, ""
     node, keyword = candidates[0]
     message = next((c for sign, c in _CLEARER.items() if sign in message), reason(message))
-    return GrammarError(f"{keyword}: {message}", pointer=f"{node.pointer}/{escape(keyword)}")
+    origin = schema.origins.get(id(node.schema), node.pointer)
+    error = GrammarError(f"{keyword}: {message}", pointer=f"{origin}/{escape(keyword)}")
+    return error, Node(origin, node.schema), keyword
+
+
+# Signs of a message that says no value is allowed, or that the schema is broken.
+_FINAL = ("greater", "nsatisfiable", "unclosed", "escapes")
+
+
+def widened(text: GrammarText, node: Node, keyword: str, message: str) -> GrammarText:
+    """The grammar without `keyword` of `node`, and the residual that this leaves.
+
+    `oneOf` goes everywhere at once: one that is not provably disjoint seldom comes alone.
+    Raises:
+        GrammarError: the keyword can't be left out.
+    """
+    if any(sign in message for sign in _FINAL) or ("regex" in message and "look" not in message):
+        raise GrammarError(message)
+    schema, options = text.schema, text.options or {}
+    assert schema is not None and isinstance(node.schema, dict)
+    residuals = list(schema.residuals)
+    if keyword == "oneOf":
+        for other in reachable(schema.document, Resolver(schema.document, schema.draft)):
+            if isinstance(other.schema, dict) and "oneOf" in other.schema:
+                origin = schema.origins.get(id(other.schema), other.pointer)
+                residuals.append(Residual(origin, "oneOf", "branches may overlap"))
+                widen(other.schema, "oneOf")
+    else:
+        widen(node.schema, keyword)
+        residuals.append(Residual(node.pointer, keyword, reason(message)))
+    schema = replace(schema, residuals=tuple(residuals))
+    grammar = _json_grammar(schema.document, options)
+    return replace(text, grammar=grammar, schema=schema)
 
 
 def _keywords_meant(message: str) -> tuple[str, ...]:
@@ -153,12 +201,13 @@ def _moved(value: Json) -> Json:
     return moved
 
 
-def _json_schema_text(source: str, whitespace: Whitespace, limits: GrammarLimits) -> GrammarText:
-    schema = prepare_json_schema(source, limits)
-    options = _json_options(whitespace)
+def _json_schema_text(spec: GrammarSpec, source: str, limits: GrammarLimits) -> GrammarText:
+    schema = prepare_json_schema(source, limits, spec.formats)
+    options = _json_options(spec.whitespace)
     if schema.needs_plain_keys:
         options["json_allowed_escapes"] = _SHORT_ESCAPES
-    return GrammarText(_json_grammar(schema.document, options), schema.notes, schema, options)
+    grammar = _json_grammar(schema.document, options)
+    return GrammarText(grammar, schema.notes, schema, options, source=source)
 
 
 def _json_options(whitespace: Whitespace) -> dict[str, Json]:
@@ -261,8 +310,13 @@ def _structural_tag_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarTex
     notes: list[str] = []
 
     def embed(schema: Json) -> str:
-        text = _json_schema_text(_dumps(schema), spec.whitespace, limits)
+        text = _json_schema_text(spec, _dumps(schema), limits)
         assert text.schema is not None
+        for residual in text.schema.residuals[:1]:
+            raise GrammarError(
+                f"{residual.keyword}: can't be checked inside a tag: {residual.reason}",
+                pointer=f"{residual.pointer}/{escape(residual.keyword)}",
+            )
         notes.extend(text.notes)
         return _dumps({**text.schema.document, "x-guidance": {**(text.options or {})}})
 

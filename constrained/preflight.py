@@ -1,15 +1,17 @@
-"""What is decided about a grammar before any engine sees it: limits, and what we refuse.
+"""What is decided about a grammar before any engine sees it: limits, rewriting, and what is left.
 
 `prepare_json_schema` returns a document whose every reachable keyword the default engine
-enforces exactly, or raises a `GrammarError` with the JSON pointer, the keyword and the reason.
-Nothing that restricts the value is ever dropped. What may be dropped restricts nothing: keywords
-that can't fail (`uniqueItems: false`), keywords for types that `type` rules out, and formats that
-no specification defines, which leave a note. Siblings of a `$ref` are enforced, also in drafts
-that would ignore them.
+enforces exactly; what can't be had that way is rewritten (see `rewrite`), and where that makes
+the document allow more, it leaves a residual, which the runtime checks on the value itself. What
+no one can enforce is a `GrammarError` with the JSON pointer, the keyword and the reason. Nothing
+that restricts the value is dropped without a residual. What may be dropped restricts nothing:
+keywords that can't fail (`uniqueItems: false`), keywords for types that `type` rules out, and
+formats that no specification defines, which leave a note. Siblings of a `$ref` are enforced, also
+in drafts that would ignore them.
 
-The reasons to refuse were measured: whole families by the engine itself, and the cases in which
-it accepts an invalid value (`minProperties` above 1: it counts a repeated key twice; escapes in
-keys: `"\u0061"` slips past the property `a`).
+The reasons for a residual were measured: whole families by the engine itself, and the cases in
+which it accepts an invalid value (`minProperties` above 1: it counts a repeated key twice; escapes
+in keys: `"\u0061"` slips past the property `a`).
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from . import formats
 from .ecma_regex import to_rust
 from .limits import GrammarLimits
 from .messages import refuse_surrogates_in
+from .rewrite import Residual, Rewriter, widen
 from .schema_finite import refuse_infinite
-from .schema_numbers import refuse_inexact_bounds
+from .schema_numbers import inexact_bounds
 from .schema_walk import (
     Draft,
     Json,
@@ -38,7 +41,7 @@ from .schema_walk import (
     parse,
     reachable,
 )
-from .spec import GrammarError
+from .spec import Formats, GrammarError
 
 # Keys of engines that would change the grammar from inside a user's schema.
 _ENGINE_KEYS = ("x-guidance",)
@@ -51,20 +54,10 @@ _TYPE_OF = (
     | {"format": "string"}
 )
 
-_REFUSED = {
-    "not": "negation is not supported",
-    "if": "conditions are not supported",
-    "contains": "contains is not supported",
-    "dependencies": "dependencies are not supported",
-    "dependentRequired": "dependencies are not supported",
-    "dependentSchemas": "dependencies are not supported",
-    "propertyNames": "propertyNames is not supported; use patternProperties",
-    "unevaluatedItems": "unevaluatedItems is not supported",
-    "unevaluatedProperties": "unevaluatedProperties is not supported; use additionalProperties",
-    "uniqueItems": "uniqueness of items can't be enforced while generating",
-    "$dynamicRef": "dynamic references are not supported",
-    "$recursiveRef": "dynamic references are not supported",
-}
+_REWRITTEN = frozenset(
+    "not if contains dependencies dependentRequired dependentSchemas propertyNames "
+    "unevaluatedItems unevaluatedProperties uniqueItems $dynamicRef $recursiveRef".split()
+)
 # Drafts that do not know a keyword treat it as an annotation.
 _SINCE = {
     "if": Draft.DRAFT7,
@@ -89,6 +82,9 @@ class PreparedSchema:
     document: SchemaObject
     draft: Draft
     notes: tuple[str, ...]
+    residuals: tuple[Residual, ...]
+    is_dynamic: bool  # residuals can be judged from the root only
+    origins: dict[int, str]  # identity of a subschema of `document` -> pointer in the source
     # Additional keys could be spelt with \uXXXX escapes and so evade the declared ones.
     needs_plain_keys: bool
 
@@ -99,9 +95,15 @@ class _Totals:
     properties: int = 0
     multiple_of: int = 1
     notes: list[str] = field(default_factory=list)
+    residuals: list[Residual] = field(default_factory=list)
+
+    def add(self, node: Node, keyword: str, reason: str) -> None:
+        self.residuals.append(Residual(node.pointer, keyword, reason))
 
 
-def prepare_json_schema(source: str, limits: GrammarLimits) -> PreparedSchema:
+def prepare_json_schema(
+    source: str, limits: GrammarLimits, formats_mode: Formats = Formats.KNOWN
+) -> PreparedSchema:
     """Check the JSON Schema in `source` and remove what restricts nothing.
 
     Raises:
@@ -121,18 +123,74 @@ def prepare_json_schema(source: str, limits: GrammarLimits) -> PreparedSchema:
         totals.notes.append(f"$schema {document['$schema']!r} is unknown: read as draft 2020-12")
         del document["$schema"]
         draft = Draft.DRAFT2020
+    if "$schema" not in document and _is_draft7(document):
+        draft = Draft.DRAFT7
+        document["$schema"] = "http://json-schema.org/draft-07/schema#"
+        totals.notes.append("no $schema: read as draft 7, which has items as a list")
     _check_against_metaschema(document)
     resolver = Resolver(document, draft)
     nodes = reachable(document, resolver)
     refuse_infinite(nodes, resolver)
-    refuse_inexact_bounds(nodes)
+    is_looked_at = any(  # what does nothing else may still evaluate keys
+        isinstance(node.schema, dict) and bool(node.schema.keys() & _LOOKING) for node in nodes
+    )
     for node in nodes:
-        _prepare_node(node, draft, totals, limits)
+        _drop_idle(node, draft, keep_evaluating=is_looked_at)
+    rewriter = Rewriter(document, reachable(document, resolver), draft, resolver)
+    origins = rewriter.run()
+    totals.residuals += rewriter.residuals
+    nodes, origins = _with_origins(document, draft, origins)
+    for node, keyword, reason in inexact_bounds(nodes):
+        totals.add(node, keyword, reason)  # the engine loses the bound: it allows more
+    for node in nodes:
+        _rewrite_format(node, totals, formats_mode)
+        _prepare_node(node, totals, limits)
     needs_plain_keys = any(_has_open_declared_keys(node) for node in nodes)
     if needs_plain_keys:
         for node in nodes:
             _refuse_control_characters(node)
-    return PreparedSchema(document, draft, tuple(totals.notes), needs_plain_keys)
+    return PreparedSchema(
+        document,
+        draft,
+        tuple(totals.notes),
+        tuple(dict.fromkeys(totals.residuals)),
+        rewriter.is_dynamic,
+        origins,
+        needs_plain_keys,
+    )
+
+
+def _with_origins(
+    document: SchemaObject, draft: Draft, origins: dict[int, str]
+) -> tuple[list[Node], dict[int, str]]:
+    """The reachable nodes of the rewritten document with the pointers of the source, and those.
+
+    What a rule made stands for the nearest subschema of the source around it.
+    """
+    rewritten = Resolver(document, draft)
+    pointers: dict[str, str] = {"": ""}
+    nodes: list[Node] = []
+    for node in reachable(document, rewritten):
+        origin = origins.get(id(node.schema))
+        if origin is None:
+            above = node.pointer
+            while above not in pointers:
+                above = above.rpartition("/")[0]
+            origin = pointers[above]
+        pointers[node.pointer] = origin
+        nodes.append(Node(origin, node.schema))
+    return nodes, {id(node.schema): node.pointer for node in nodes}
+
+
+def _is_draft7(document: SchemaObject) -> bool:
+    """Whether only the older draft takes the schema."""
+    try:
+        if jsonschema_rs.meta.is_valid(document):
+            return False
+        older = {**document, "$schema": "http://json-schema.org/draft-07/schema#"}
+        return bool(jsonschema_rs.meta.is_valid(older))
+    except ValueError:
+        return False
 
 
 def _check_against_metaschema(document: SchemaObject) -> None:
@@ -145,32 +203,41 @@ def _check_against_metaschema(document: SchemaObject) -> None:
         raise GrammarError(f"not a valid schema: {str(error)[:300]}", pointer="") from None
 
 
-def _prepare_node(node: Node, draft: Draft, totals: _Totals, limits: GrammarLimits) -> None:
+_LOOKING = frozenset(("unevaluatedItems", "unevaluatedProperties"))
+
+
+def _drop_idle(node: Node, draft: Draft, *, keep_evaluating: bool) -> None:
+    """Remove what changes nothing: keys of engines, keywords of other drafts or other types."""
     schema = node.schema
     assert isinstance(schema, dict)
     for key in _ENGINE_KEYS:
         schema.pop(key, None)
     for keyword in [key for key in schema if not _is_known(key, draft)]:
         del schema[keyword]
-    _drop_vacuous(schema)
-    for keyword in _REFUSED:
-        if keyword in schema:
-            raise GrammarError(f"{keyword}: {_REFUSED[keyword]}", pointer=_at(node, keyword))
+    _drop_vacuous(schema, keep_evaluating=keep_evaluating)
+
+
+def _prepare_node(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
+    schema = node.schema
+    assert isinstance(schema, dict)
     _rewrite_counts(schema)
     _check_counts(node, totals, limits)
-    _check_objects(node)
+    _check_objects(node, totals)
     _check_numbers(node, totals, limits)
-    _rewrite_patterns(node, limits)
-    _rewrite_format(node, totals)
+    _rewrite_patterns(node, totals, limits)
 
 
-def _rewrite_patterns(node: Node, limits: GrammarLimits) -> None:
+def _rewrite_patterns(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
     schema = node.schema
     assert isinstance(schema, dict)
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         limits.check_regex(pattern, pointer=_at(node, "pattern"))
-        schema["pattern"] = to_rust(pattern, _at(node, "pattern"))
+        try:
+            schema["pattern"] = to_rust(pattern, _at(node, "pattern"))
+        except GrammarError as error:
+            totals.add(node, "pattern", _bare(error))
+            del schema["pattern"]
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict):
         return
@@ -183,9 +250,18 @@ def _rewrite_patterns(node: Node, limits: GrammarLimits) -> None:
         )
     for pattern in patterns:
         limits.check_regex(pattern, pointer=f"{place}/{escape(pattern)}")
-    schema["patternProperties"] = {
-        to_rust(pattern, f"{place}/{escape(pattern)}"): child for pattern, child in patterns.items()
-    }
+    try:
+        schema["patternProperties"] = {
+            to_rust(pattern, f"{place}/{escape(pattern)}"): child
+            for pattern, child in patterns.items()
+        }
+    except GrammarError as error:
+        totals.add(node, "patternProperties", _bare(error))
+        widen(schema, "patternProperties")
+
+
+def _bare(error: GrammarError) -> str:
+    return str(error).removesuffix(f" (at {error.pointer or '/'})")
 
 
 def _at(node: Node, keyword: str) -> str:
@@ -197,21 +273,19 @@ def _is_known(keyword: str, draft: Draft) -> bool:
     return _SINCE.get(keyword, draft) <= draft <= _UNTIL.get(keyword, draft)
 
 
-def _drop_vacuous(schema: SchemaObject) -> None:
+def _drop_vacuous(schema: SchemaObject, *, keep_evaluating: bool) -> None:
     """Remove keywords that no value can violate."""
     types = schema.get("type")
     if types is not None:
         allowed = [types] if isinstance(types, str) else types
         assert isinstance(allowed, list)
-        for keyword in [key for key in schema if key in _REFUSED or key == "format"]:
+        for keyword in [key for key in schema if key in _REWRITTEN or key == "format"]:
             if _TYPE_OF.get(keyword) not in (None, *allowed):
                 del schema[keyword]
     vacuous: dict[str, tuple[Json, ...]] = {
         "not": (False,),
         "uniqueItems": (False,),
         "propertyNames": (True, {}),
-        "unevaluatedItems": (True, {}),
-        "unevaluatedProperties": (True, {}),
         "dependencies": ({},),
         "dependentRequired": ({},),
         "dependentSchemas": ({},),
@@ -219,12 +293,13 @@ def _drop_vacuous(schema: SchemaObject) -> None:
     for keyword, values in vacuous.items():
         if keyword in schema and any(_same(schema[keyword], value) for value in values):
             del schema[keyword]
-    if "then" not in schema and "else" not in schema:
+    if "then" not in schema and "else" not in schema and not keep_evaluating:
         schema.pop("if", None)
     if "if" not in schema:
         schema.pop("then", None)
         schema.pop("else", None)
-    if schema.get("minContains") == 0 and "maxContains" not in schema:
+    is_idle = schema.get("minContains") == 0 and "maxContains" not in schema
+    if is_idle and not keep_evaluating:
         schema.pop("contains", None)
     if "contains" not in schema:
         schema.pop("minContains", None)
@@ -235,18 +310,28 @@ def _same(value: object, other: object) -> bool:
     return type(value) is type(other) and value == other
 
 
-def _rewrite_format(node: Node, totals: _Totals) -> None:
+def _rewrite_format(node: Node, totals: _Totals, mode: Formats) -> None:
     schema = node.schema
     assert isinstance(schema, dict)
     name = schema.get("format")
-    if not isinstance(name, str) or name in formats.ENGINE:
+    if not isinstance(name, str):
+        return
+    if mode == Formats.ANNOTATE:
+        del schema["format"]
+        totals.notes.append(f"{_at(node, 'format')}: {name!r} is an annotation: not enforced")
+        return
+    if name in formats.ENGINE:
         return
     if name in formats.UNENFORCED:
-        raise GrammarError(
-            f"format: {name!r} can't be enforced; use pattern", pointer=_at(node, "format")
-        )
+        totals.add(node, "format", f"{name!r} is checked on the whole string")
+        del schema["format"]
+        return
     del schema["format"]
     if name not in formats.PATTERNS:
+        if mode == Formats.STRICT:
+            raise GrammarError(
+                f"format: {name!r} is not a format of JSON Schema", pointer=_at(node, "format")
+            )
         totals.notes.append(
             f"{_at(node, 'format')}: {name!r} is not a format of JSON Schema: ignored"
         )
@@ -289,18 +374,15 @@ def _check_counts(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
             )
 
 
-def _check_objects(node: Node) -> None:
+def _check_objects(node: Node, totals: _Totals) -> None:
     """`minProperties` counts keys; additional keys may repeat, and a repeated key counts once."""
     assert isinstance(node.schema, dict)
     minimum = node.schema.get("minProperties")
     required = node.schema.get("required")
     num_required = len(required) if isinstance(required, list) else 0
     if isinstance(minimum, int | float) and minimum > max(1, num_required):
-        raise GrammarError(
-            f"minProperties: {minimum} is more than the required keys; distinct additional keys "
-            "can't be counted",
-            pointer=_at(node, "minProperties"),
-        )
+        totals.add(node, "minProperties", "distinct additional keys are counted at the end")
+        node.schema["minProperties"] = max(1, num_required)
 
 
 _BOUNDS = ("maximum", "minimum", "exclusiveMaximum", "exclusiveMinimum")
@@ -309,7 +391,11 @@ _BOUNDS = ("maximum", "minimum", "exclusiveMaximum", "exclusiveMinimum")
 def _check_numbers(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
     """Numbers an engine can compute with exactly; the automaton of `multipleOf` in bounds."""
     assert isinstance(node.schema, dict)
-    for keyword in (*_BOUNDS, "multipleOf", "const", "enum"):
+    for keyword in (*_BOUNDS, "multipleOf"):
+        if keyword in node.schema and _has_huge_number(node.schema[keyword], limits.integer):
+            totals.add(node, keyword, f"numbers beyond {limits.integer} are not exact")
+            del node.schema[keyword]
+    for keyword in ("const", "enum"):
         if keyword in node.schema and _has_huge_number(node.schema[keyword], limits.integer):
             raise GrammarError(
                 f"{keyword}: numbers beyond {limits.integer} can't be enforced exactly",
@@ -318,12 +404,12 @@ def _check_numbers(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
     step = node.schema.get("multipleOf")
     if not isinstance(step, int | float):
         return
+    before = totals.multiple_of
     totals.multiple_of = math.lcm(totals.multiple_of, Fraction(str(step)).numerator)
     if totals.multiple_of > limits.multiple_of:  # one state per residue
-        raise GrammarError(
-            f"multipleOf: the least common multiple of all is above {limits.multiple_of}",
-            pointer=_at(node, "multipleOf"),
-        )
+        totals.add(node, "multipleOf", f"the least common multiple is above {limits.multiple_of}")
+        totals.multiple_of = before
+        del node.schema["multipleOf"]
 
 
 def _has_huge_number(value: Json, limit: int) -> bool:

@@ -94,10 +94,13 @@ class PureGrammar:
     """See `backend.CompiledGrammar`."""
 
     notes: tuple[str, ...] = ()
+    check = None
 
     def __init__(self, options: Sequence[bytes], vocabulary: Vocabulary):
         self._options = options
         self._vocabulary = vocabulary
+        texts = [option.decode() for option in options]
+        self.shortest = min((vocabulary.encode(text) for text in texts), key=len)
         self.num_bytes = sum(len(option) + 64 for option in options)
 
     def start(self) -> GrammarState:

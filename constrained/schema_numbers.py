@@ -1,7 +1,7 @@
 """Bounds of numbers that the default engine gets wrong.
 
 It accepts `0` under {"exclusiveMinimum": 0, "maximum": 0.5}: an exclusive bound that is an integer
-is lost when the other bound lies less than 1 away. Such pairs are refused, also when they come
+is lost when the other bound lies less than 1 away. Such pairs are found here, also when they come
 together through `allOf`, `$ref` and the like.
 """
 
@@ -11,14 +11,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 from .schema_walk import Json, Node, SchemaObject
-from .spec import GrammarError
 
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
 
 
-def refuse_inexact_bounds(nodes: Sequence[Node]) -> None:
-    """Raises a GrammarError where a pair of bounds of the reachable `nodes` may be lost."""
+def inexact_bounds(nodes: Sequence[Node]) -> Iterator[tuple[Node, str, str]]:
+    """(node, keyword, reason) where a bound of the reachable `nodes` may be lost."""
     schemas = [node.schema for node in nodes if isinstance(node.schema, dict)]
     may_combine = any(
         "allOf" in schema or (_has_bound(schema) and any(key in schema for key in _COMBINING))
@@ -34,11 +33,7 @@ def refuse_inexact_bounds(nodes: Sequence[Node]) -> None:
                 continue
             near = _within_one(bound, opposites, above=keyword == "exclusiveMinimum")
             if near is not None:
-                raise GrammarError(
-                    f"{keyword}: {bound} with {near} less than 1 away can't be enforced exactly; "
-                    f"use {keyword.replace('exclusiveM', 'm')} with the next number",
-                    pointer=f"{node.pointer}/{keyword}",
-                )
+                yield node, keyword, f"{bound} with {near} less than 1 away is not exact"
 
 
 def _opposites(schemas: Sequence[SchemaObject]) -> dict[str, list[float]]:

@@ -45,7 +45,7 @@ _ONE = frozenset(
     "unevaluatedItems unevaluatedProperties".split()
 )
 _LIST = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
-_MAP = frozenset(("dependentSchemas", "patternProperties", "properties"))
+_MAP = frozenset(("dependencies", "dependentSchemas", "patternProperties", "properties"))
 _DEFINITIONS = frozenset(("$defs", "definitions"))
 _IN_PLACE = frozenset(("allOf", "anyOf", "oneOf", "$ref"))  # apply to the very same value
 
@@ -56,6 +56,14 @@ class Node:
 
     pointer: str
     schema: Json
+
+
+METASCHEMA = "metaschema"  # stands for the pointer of what lies outside of the document
+
+
+def is_metaschema(url: str) -> bool:
+    """Whether `url` is a JSON Schema draft, which every validator knows."""
+    return re.sub(r"^https?://|#?$", "", url).rstrip("/") in _DRAFTS
 
 
 def parse(source: str, limits: GrammarLimits) -> Json:
@@ -104,7 +112,8 @@ def children(node: Node) -> Iterator[tuple[str, Node]]:
                 yield keyword, Node(f"{base}/{i}", child)
         elif keyword in _MAP and isinstance(value, dict):
             for name, child in value.items():
-                yield keyword, Node(f"{base}/{escape(name)}", child)
+                if not isinstance(child, list):  # of required keys
+                    yield keyword, Node(f"{base}/{escape(name)}", child)
         elif keyword in _ONE and isinstance(value, dict | bool):
             yield keyword, Node(base, value)
 
@@ -118,7 +127,7 @@ class Resolver:
         self._id_key = "id" if draft == Draft.DRAFT4 else "$id"
         self._base = ""
         self._named: dict[str, Node] = {}  # absolute URI, or "#anchor" of the root resource
-        self._embedded: set[str] = set()  # pointers of subschemas that have an $id of their own
+        self._embedded: dict[str, str] = {}  # pointer of a subschema with an $id of its own -> URI
         if isinstance(root, dict) and isinstance(root.get(self._id_key), str):
             self._base = urldefrag(str(root[self._id_key])).url
         self._collect(Node("", root), {"": self._base})
@@ -127,17 +136,17 @@ class Resolver:
         """The subschema that `reference`, the `$ref` of `node`, leads to.
 
         Raises:
-            GrammarError: remote, dangling, or below a nested `$id`.
+            GrammarError: remote or dangling.
         """
         pointer = f"{node.pointer}/$ref"
-        ends = [i for i, char in enumerate(pointer) if char == "/"]
-        if self._embedded and any(pointer[:end] in self._embedded for end in ends):
-            raise GrammarError(
-                f"$ref {reference!r} below a nested {self._id_key} is not supported",
-                pointer=pointer,
-            )
-        url, fragment = urldefrag(urljoin(self._base, reference) if self._base else reference)
+        base = self._base_of(pointer)
+        if reference.startswith("#"):  # urljoin knows no urn: and the like
+            url, fragment = base, reference[1:]
+        else:
+            url, fragment = urldefrag(urljoin(base, reference) if base else reference)
         start = Node("", self._root)
+        if url not in self._named and is_metaschema(url):
+            return Node(METASCHEMA, True)
         if url != self._base:
             if url not in self._named:
                 raise GrammarError(
@@ -149,6 +158,14 @@ class Resolver:
             return self._within(start, unquote(fragment))
         except LookupError:
             raise GrammarError(f"$ref {reference!r} leads nowhere", pointer=pointer) from None
+
+    def _base_of(self, pointer: str) -> str:
+        """The URI against which references at `pointer` are read."""
+        if self._embedded:
+            for end in range(len(pointer) - 1, 0, -1):
+                if pointer[end] == "/" and pointer[:end] in self._embedded:
+                    return self._embedded[pointer[:end]]
+        return self._base
 
     def _within(self, start: Node, fragment: str) -> Node:
         if not fragment:
@@ -181,12 +198,14 @@ class Resolver:
             if own_id.startswith("#"):
                 self._named.setdefault(f"{scope['']}{own_id}", node)
             else:
-                self._named.setdefault(urldefrag(urljoin(self._base, own_id)).url, node)
-                self._embedded.add(node.pointer)
+                url = urldefrag(urljoin(self._base_of(f"{node.pointer}/"), own_id)).url
+                self._named.setdefault(url, node)
+                self._embedded[node.pointer] = url
                 scope = {"": node.pointer}
-        anchor = schema.get("$anchor")
-        if isinstance(anchor, str):
-            self._named.setdefault(f"{scope['']}#{anchor}", node)
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            anchor = schema.get(keyword)
+            if isinstance(anchor, str):
+                self._named.setdefault(f"{scope['']}#{anchor}", node)
         for _, child in children(node):
             self._collect(child, scope)
         for keyword in _DEFINITIONS:

@@ -25,6 +25,14 @@ class Whitespace(StrEnum):
     FLEXIBLE = "flexible"  # any amount: small models can loop in it
 
 
+class Formats(StrEnum):
+    """What `format` in a JSON Schema means."""
+
+    KNOWN = "known"  # those of the specifications are enforced, others leave a note
+    ANNOTATE = "annotate"  # none is enforced: a note each
+    STRICT = "strict"  # an unknown one is refused
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSpec:
     """A constraint on the whole of a generated text."""
@@ -32,11 +40,12 @@ class GrammarSpec:
     kind: GrammarKind
     source: str = ""
     whitespace: Whitespace = Whitespace.BOUNDED
+    formats: Formats = Formats.KNOWN
 
     @property
     def key(self) -> str:
         """A digest of everything that decides which texts are allowed."""
-        content = "\0".join((self.kind, self.whitespace, self.source))
+        content = "\0".join((self.kind, self.whitespace, self.formats, self.source))
         return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     @classmethod
@@ -45,13 +54,16 @@ class GrammarSpec:
         schema: str | bool | Mapping[str, object],
         *,
         whitespace: Whitespace = Whitespace.BOUNDED,
+        formats: Formats = Formats.KNOWN,
     ) -> GrammarSpec:
         """A JSON text that is valid under `schema`, given as JSON text or as a parsed document.
 
         The order of keys is kept: it is the order in which properties are generated.
         """
         source = schema if isinstance(schema, str) else _to_json(schema, "schema")
-        return cls(kind=GrammarKind.JSON_SCHEMA, source=source, whitespace=whitespace)
+        return cls(
+            kind=GrammarKind.JSON_SCHEMA, source=source, whitespace=whitespace, formats=formats
+        )
 
     @classmethod
     def json_object(cls, *, whitespace: Whitespace = Whitespace.BOUNDED) -> GrammarSpec:

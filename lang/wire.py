@@ -46,7 +46,6 @@ class Batch:
     requests: list[Request]
     is_choices: bool  # one prompt, n = len(requests)
     progress: list[_Progress] = field(init=False)
-    is_sent: bool = False  # or about to be: the server may know it
 
     def __post_init__(self) -> None:
         self.progress = [_Progress(request) for request in self.requests]
@@ -105,6 +104,7 @@ class Batch:
                 cached_tokens=meta.get("cached_tokens", 0),
                 computed_tokens=meta.get("computed_tokens", 0),
                 shared_tokens=meta.get("shared_tokens", 0),
+                forced_tokens=meta.get("forced_tokens", 0),
                 recomputed_tokens=meta.get("recomputed_tokens", 0),
                 completion_tokens=meta.get("completion_tokens", 0),
                 num_preemptions=meta.get("num_retractions", 0),

@@ -206,6 +206,8 @@ class BatchBuilder:
                 if place in errors:
                     raise errors[place]
                 self._set_stops(masks[place], sequence.stop_ids, may_end=state.may_end)
+                assert sequence.constraint is not None
+                sequence.constraint.edit(masks[place])
                 has_mask[place] = True
             except Exception as error:  # fault boundary: one sequence
                 faults[sequence.arrival] = error

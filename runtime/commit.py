@@ -1,6 +1,7 @@
 """After sampling: book what was computed, take the chosen tokens in, decide who is done.
 
-Per row: publish its pages -> append the token -> grammar -> text and stop strings -> limits.
+Per row: publish its pages -> grammar -> append the token -> values that are complete -> text and
+stop strings -> limits -> tokens that must follow.
 This is the one loop over the rows of a step.
 """
 
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 
 from palmette.kernels.sampling import NOT_FINITE, SampleResult
 
+from .constraint import Constraint
 from .faults import SequenceFault
 from .plan import Chunk, StepPlan
 from .request import ErrorInfo, Finish, FinishReason, TokenLogprob
 from .scheduler import Scheduler
-from .sequence import SequenceState, SequenceTable
+from .sequence import HeldToken, SequenceState, SequenceTable
 
 LENGTH = Finish(reason=FinishReason.LENGTH)
 
@@ -32,11 +34,20 @@ class CommitHooks:
 class Committer:
     """Turns the result of a step into changes of its sequences."""
 
-    def __init__(self, scheduler: Scheduler, table: SequenceTable, hooks: CommitHooks) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        table: SequenceTable,
+        hooks: CommitHooks,
+        *,
+        jump_forward: bool = True,
+    ) -> None:
         self._scheduler = scheduler
         self._table = table
         self._hooks = hooks
-        self.num_generated = 0  # tokens chosen since the engine started
+        self._jump_forward = jump_forward
+        self.num_generated = 0  # tokens added since the engine started
+        self.num_taken_back = 0  # of them, because a value turned out invalid
 
     def commit(
         self,
@@ -68,10 +79,13 @@ class Committer:
                 is_sound = self._scheduler.publish_chunk(chunk)
                 if chunk.sequence.arrival in faults:
                     raise faults[chunk.sequence.arrival]
+                is_over = False
                 if num_scored:
                     assert result is not None
-                    self._score(chunk, token_ids, result, place)
-                if is_sampling:
+                    is_over = self._score(chunk, token_ids, result, place)
+                if is_over:
+                    pass
+                elif is_sampling:
                     assert result is not None
                     last = place + num_scored
                     self._take(chunk.sequence, token_ids[last], result, last, now)
@@ -83,46 +97,151 @@ class Committer:
                 self._hooks.on_fault(chunk.sequence, error)
             place += num_scored + is_sampling
 
-    def _score(self, chunk: Chunk, token_ids: list[int], result: SampleResult, place: int) -> None:
+    def _score(self, chunk: Chunk, token_ids: list[int], result: SampleResult, place: int) -> bool:
+        """Take in logprobs of known tokens; True when that ended the sequence."""
         sequence = chunk.sequence
         for i in range(place, place + chunk.num_scored):  # counted once, before it changes
             if token_ids[i] == NOT_FINITE:
                 raise _not_finite(sequence)
-            sequence.prompt_logprobs.append(_token_logprob(result, i, token_ids[i]))
+            logprob = _token_logprob(result, i, token_ids[i])
+            if sequence.next_scored < sequence.num_prompt:
+                sequence.prompt_logprobs.append(logprob)
+            else:
+                first = sequence.num_prompt + sequence.num_released
+                held = sequence.held[sequence.next_scored - first]
+                held.logprob, held.needs_score = logprob, False
             sequence.next_scored += 1
+        return bool(sequence.held) and self._give_out(sequence)
 
     def _take(
         self, sequence: SequenceState, token_id: int, result: SampleResult, place: int, now: float
     ) -> None:
-        """Add the chosen token; end the sequence when it is complete."""
+        """Add the chosen token, and what its grammar forces; end the sequence when it is over."""
         if token_id == NOT_FINITE:
             raise _not_finite(sequence)
         if sequence.first_token_s is None:
             sequence.first_token_s = now - sequence.submitted_at
-        self.num_generated += 1
         wants_logprob = sequence.request.logprobs.output
         logprob = _token_logprob(result, place, token_id) if wants_logprob else None
         if token_id in sequence.stop_ids:
-            if sequence.request.sampling.no_stop_trim:
-                sequence.delivery.push(token_id, logprob)
-            self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP, matched=token_id))
+            self._stop(sequence, token_id, logprob)
             return
+        constraint = sequence.constraint
+        if constraint is None:
+            self._append(sequence, token_id, logprob)
+            return
+        constraint.accept(token_id)
+        num_left = sequence.max_generated - len(sequence.generated) - 1
+        if constraint.fits(token_id, num_left=num_left):
+            if self._append(sequence, token_id, logprob):
+                return
+        elif not constraint.reject(token_id):
+            self._take_back(sequence, constraint)
+            return
+        elif not constraint.is_closing:
+            self._scheduler.choose_again(sequence)
+            return
+        num_tokens = sequence.num_tokens
+        self._jump(sequence, constraint)
+        if constraint.is_closing and sequence.num_tokens == num_tokens:
+            self._scheduler.choose_again(sequence)
+
+    def _stop(self, sequence: SequenceState, token_id: int, logprob: TokenLogprob | None) -> None:
+        self.num_generated += 1
+        constraint = sequence.constraint
+        if constraint is not None and not constraint.is_valid():
+            self._take_back(sequence, constraint, stop_ids=sequence.stop_ids)
+            return
+        if sequence.release(0) is None and sequence.request.sampling.no_stop_trim:
+            sequence.delivery.push(token_id, logprob)
+        self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP, matched=token_id))
+
+    def _append(
+        self,
+        sequence: SequenceState,
+        token_id: int,
+        logprob: TokenLogprob | None,
+        *,
+        needs_score: bool = False,
+    ) -> bool:
+        """Add a token; True when the sequence is over, or was taken back."""
+        self.num_generated += 1
         sequence.append(token_id)
         self._table.append(sequence, token_id)
         if sequence.penalties is not None:
             sequence.penalties.count(token_id)
-        is_done = False
-        if sequence.grammar is not None:
-            if not sequence.grammar.accept(token_id):
-                raise RuntimeError(f"grammar refused the sampled token {token_id}")
-            is_done = sequence.grammar.is_done
-        matched = sequence.delivery.push(token_id, logprob)
-        if matched is not None or is_done:
-            self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP, matched=matched))
-        elif len(sequence.generated) >= sequence.max_generated:
+        sequence.held.append(HeldToken(token_id, logprob, needs_score))
+        is_full = len(sequence.generated) >= sequence.max_generated
+        constraint, is_done = sequence.constraint, False
+        if constraint is not None:
+            failed = constraint.take(token_id)
+            is_done = failed is None and constraint.state.is_done
+            is_over = is_done or (is_full and constraint.state.may_end)
+            is_cut = is_full and not is_over
+            if failed is not None or is_cut or (is_over and not constraint.is_valid()):
+                self._take_back(sequence, constraint)
+                return True
+        if self._give_out(sequence, is_over=is_done or is_full):
+            return True
+        if is_done:
+            self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP))
+        elif is_full:
             self._hooks.on_finish(sequence, LENGTH)
-        else:
+        return is_done or is_full
+
+    def _give_out(self, sequence: SequenceState, *, is_over: bool = False) -> bool:
+        """Release what is not held back; True when a stop string ended the sequence."""
+        constraint = sequence.constraint
+        num_held = 0 if constraint is None or is_over else constraint.num_held
+        matched = sequence.release(num_held)
+        if matched is not None:
+            self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP, matched=matched))
+        elif not is_over:
             self._hooks.on_tokens(sequence)
+        return matched is not None
+
+    def _jump(self, sequence: SequenceState, constraint: Constraint) -> None:
+        """Append what must come without choosing it."""
+        needs_score = sequence.request.logprobs.output
+        first = sequence.num_tokens
+        num_left = sequence.max_generated - len(sequence.generated)
+        for token_id in constraint.forced(num_left=num_left, jump=self._jump_forward):
+            constraint.accept(token_id)
+            num_left = sequence.max_generated - len(sequence.generated) - 1
+            constraint.fits(token_id, num_left=num_left)  # nothing else is possible
+            if needs_score and (num_left == 0 or constraint.state.is_done):
+                constraint.leave(token_id)  # its step gives the logprobs of those before it
+                break
+            sequence.forced_at.append(len(sequence.generated))
+            if self._append(sequence, token_id, None, needs_score=needs_score):
+                return
+        if needs_score and sequence.num_tokens > first:
+            sequence.next_scored, sequence.scored_end = first, sequence.num_tokens
+
+    def _take_back(
+        self,
+        sequence: SequenceState,
+        constraint: Constraint,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """A value is not valid: go back to an earlier choice and choose otherwise."""
+        num_left = constraint.back_track(sequence.num_released, stop_ids)
+        if num_left is None:
+            raise _not_satisfied(sequence)
+        self.num_taken_back += len(sequence.generated) - num_left
+        self._scheduler.rewind(sequence, num_left)
+
+
+def _not_satisfied(sequence: SequenceState) -> SequenceFault:
+    info = ErrorInfo(
+        code="constraint",
+        message=f"request {sequence.request_id}: no text that satisfies the grammar was found "
+        f"within {sequence.max_generated} tokens and the tries allowed; allow more tokens, or "
+        "simplify what the grammar leaves to be checked",
+        field="grammar",
+    )
+    return SequenceFault(info)
 
 
 def _not_finite(sequence: SequenceState) -> SequenceFault:

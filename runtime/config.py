@@ -13,6 +13,7 @@ class SchedulerConfig:
     mixed_chunk_tokens: int = 64  # most prefill tokens in a step that decodes too
     max_running: int = 64  # sequences that hold pages
     prefix_cache: bool = True
+    jump_forward: bool = True  # tokens that a grammar forces are not sampled
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "mixed_chunk_tokens", "max_running"):

@@ -45,9 +45,11 @@ class Delivery:
         "_num_pushed",
         "_texts",
         "num_delivered",
+        "vocabulary",
     )
 
     def __init__(self, sampling: SamplingParams, *, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
         self._detokenizer = Detokenizer(vocabulary, skip_special=sampling.skip_special_tokens)
         self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
         self._keeps_stop = sampling.no_stop_trim

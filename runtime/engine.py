@@ -22,7 +22,7 @@ from .batch import BatchBuilder
 from .commit import CommitHooks, Committer
 from .config import EngineConfig
 from .delivery import Delivery
-from .faults import Aborted, SequenceFault, explain
+from .faults import Aborted, SequenceFault, check_room, explain
 from .interrupts import deferred_interrupt
 from .metrics import Counters, EngineStats
 from .parts import GrammarSource, TokenCodec
@@ -99,7 +99,9 @@ class Engine:
             on_fault=self._on_fault,
         )
         hooks = CommitHooks(self._emit, self._finish, self._on_fault)
-        self._committer = Committer(self._scheduler, self._table, hooks)
+        self._committer = Committer(
+            self._scheduler, self._table, hooks, jump_forward=config.scheduler.jump_forward
+        )
         self._counters = Counters()
         self._live: dict[str, SequenceState] = {}
         self._compiling: dict[int, SequenceState] = {}  # by arrival: polled each step
@@ -311,7 +313,9 @@ class Engine:
             try:
                 if not self._grammars.ready(spec):
                     continue
-                self._scheduler.grammar_ready(sequence, self._grammars.get(spec))
+                grammar = self._grammars.get(spec)
+                check_room(grammar.shortest, sequence.max_generated)
+                self._scheduler.grammar_ready(sequence, grammar)
             except Exception as error:  # fault boundary: one request
                 self._on_fault(sequence, error)
             self._compiling.pop(sequence.arrival, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from palmette.constrained.spec import GrammarError
 
 from .request import ErrorInfo
@@ -18,6 +20,18 @@ class SequenceFault(RuntimeError):
 
 class Aborted(Exception):
     """The client asked for the end of a sequence while a step with it was in flight."""
+
+
+def check_room(shortest: Sequence[int] | None, max_new_tokens: int) -> None:
+    """Raises a SequenceFault when the shortest text of a grammar has more tokens."""
+    if shortest is not None and len(shortest) > max_new_tokens:
+        info = ErrorInfo(
+            code="invalid_value",
+            message=f"max_new_tokens: {max_new_tokens} tokens do not suffice; the shortest text "
+            f"of the grammar has {len(shortest)}",
+            field="max_new_tokens",
+        )
+        raise SequenceFault(info)
 
 
 def explain(request_id: str, error: Exception) -> ErrorInfo:

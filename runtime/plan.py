@@ -30,9 +30,9 @@ class Chunk:
 
     @property
     def num_scored(self) -> int:
-        """Rows whose next prompt token is to be scored."""
+        """Rows whose next token is known and to be scored: of the prompt, or forced."""
         sequence = self.sequence
-        return max(0, min(self.end, sequence.num_prompt - 1) - (sequence.next_scored - 1))
+        return max(0, min(self.end, sequence.scored_end - 1) - (sequence.next_scored - 1))
 
     @property
     def is_sampling(self) -> bool:

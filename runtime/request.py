@@ -142,7 +142,7 @@ class Usage:
 
     `shared_tokens` is the part of `cached_tokens` that was still being computed by another
     request when this one was admitted. `recomputed_tokens` counts what preemption made the
-    engine compute again; it is in neither of the two above.
+    engine compute again, and what a constraint took back; it is in neither of the two above.
     """
 
     prompt_tokens: int = 0
@@ -151,6 +151,7 @@ class Usage:
     shared_tokens: int = 0
     recomputed_tokens: int = 0
     completion_tokens: int = 0
+    forced_tokens: int = 0  # of the completion: not chosen, the grammar left no choice
     num_preemptions: int = 0
     miss_reason: str | None = None  # why cached_tokens is not larger; see radix_cache.ledger
 
@@ -168,7 +169,7 @@ class Timing:
 class ErrorInfo:
     """Why a request ended in error. `code` decides the HTTP status at the server."""
 
-    code: str  # invalid_value, grammar, out_of_memory, overloaded, deadline, internal
+    code: str  # invalid_value, grammar, constraint, out_of_memory, overloaded, deadline, internal
     message: str
     field: str | None = None
 

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 RESERVED_TOKENS = 16  # room to grow kept for each running sequence before another is admitted
 
 _rank = attrgetter("rank")
+_is_answering = attrgetter("is_answering")
 _queue_key = attrgetter("queue_key")
 
 
@@ -102,6 +103,21 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.submit(sequence)
+
+    def rewind(self, sequence: SequenceState, num_generated: int) -> None:
+        """Take back all but `num_generated` of its tokens and begin again behind those.
+
+        What was computed of them is found in the tree; nothing here depends on what is dropped.
+        """
+        self._give_back(sequence, keep=True)
+        sequence.truncate(num_generated)
+        sequence.status = Status.WAITING
+        self.submit(sequence)
+
+    def choose_again(self, sequence: SequenceState) -> None:
+        """Compute the newest token once more, for its logits."""
+        sequence.status = Status.PREFILL
+        sequence.num_ready = sequence.num_tokens - 1
 
     def plan(self, *, now: float) -> StepPlan:
         """Choose the rows of the next step, claim their tokens, hold pages for all of them."""
@@ -189,6 +205,9 @@ class Scheduler:
                 if sequence.num_leased != sequence.num_tokens and not self._extend(sequence):
                     continue
                 assert sequence.lease is not None
+                if sequence.num_tokens - self._tree.frontier(sequence.lease) > 1:
+                    sequence.status = Status.PREFILL  # some were forced: one chunk
+                    continue
                 self._tree.claim(sequence.lease, 1)
             except Exception as error:  # fault boundary: one sequence
                 self._on_fault(sequence, error)
@@ -197,11 +216,12 @@ class Scheduler:
             plan.decodes.append(sequence)
 
     def _extend(self, sequence: SequenceState) -> bool:
-        """Pages for the newest token, preempting from the worst rank up; False: itself."""
+        """Pages for the newest tokens, preempting from the worst rank up; False: itself."""
         assert sequence.lease is not None
         while True:
             try:
-                self._tree.extend(sequence.lease, sequence.generated[-1:])
+                new_ids = sequence.generated[sequence.num_leased - sequence.num_tokens :]
+                self._tree.extend(sequence.lease, new_ids)
             except PagesExhausted:
                 victim = self.running[-1]
                 self.preempt(victim)
@@ -215,6 +235,7 @@ class Scheduler:
     def _plan_chunks(self, plan: StepPlan, budget: int) -> None:
         prefills = [sequence for sequence in self.running if sequence.status is Status.PREFILL]
         prefills.reverse()  # the best is last
+        prefills.sort(key=_is_answering)  # short chunks of those that answer go first
         num_scored, may_admit = 0, True
         while budget > 0:
             best = prefills[-1] if prefills else None
@@ -256,7 +277,7 @@ class Scheduler:
         # rows before a token to be scored, even where another sequence has computed them.
         start = min(frontier, sequence.num_tokens - 1)
         end = sequence.num_tokens - 1 if sequence.needs_grammar else sequence.num_tokens
-        if sequence.next_scored < sequence.num_prompt:
+        if sequence.is_scoring:
             first_row = sequence.next_scored - 1
             start = min(start, first_row)
             end = min(end, first_row + self._max_scored_rows - num_scored)
@@ -311,11 +332,10 @@ class Scheduler:
 
     def _take_lease(self, sequence: SequenceState) -> bool:
         sequence.start_grammar()
-        is_scoring = sequence.next_scored < sequence.num_prompt
         lease = self._tree.acquire(
             sequence.all_ids(),
             sequence.request.namespace,
-            max_match=sequence.next_scored - 1 if is_scoring else None,
+            max_match=sequence.next_scored - 1 if sequence.is_scoring else None,
         )
         try:
             self._table.place(sequence, lease)

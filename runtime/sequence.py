@@ -14,7 +14,9 @@ Legend: R rows (most running sequences).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -24,11 +26,19 @@ from palmette.kernels.batch import Int32Array
 from palmette.kernels.sampling import Float32Array, RowSampling
 from palmette.radix_cache.tree import Lease
 
+from .constraint import Constraint
 from .delivery import Delivery
 from .request import Request, SamplingParams, Timing, TokenLogprob, Usage
 
 NO_IDS: Int32Array = np.empty(0, np.int32)
 NO_VALUES: Float32Array = np.empty(0, np.float32)
+
+
+@dataclass(slots=True)
+class HeldToken:
+    token_id: int
+    logprob: TokenLogprob | None
+    needs_score: bool = False  # its logprob comes with the step that computes it
 
 
 class Status(StrEnum):
@@ -47,12 +57,15 @@ class SequenceState:
         "arrival",
         "compiled",
         "computed_tokens",
+        "constraint",
         "deadline_at",
         "delivery",
         "first_token_s",
+        "forced_at",
         "generated",
         "grammar",
         "has_started",
+        "held",
         "ids",
         "last_step",
         "lease",
@@ -65,6 +78,7 @@ class SequenceState:
         "num_preemptions",
         "num_prompt",
         "num_ready",
+        "num_released",
         "num_tokens",
         "penalties",
         "prompt_logprobs",
@@ -72,6 +86,7 @@ class SequenceState:
         "recomputed_tokens",
         "request",
         "row",
+        "scored_end",
         "seed",
         "shared_end",
         "shared_start",
@@ -127,7 +142,12 @@ class SequenceState:
         self.grammar: GrammarState | None = None  # from the first admission with `compiled` on
         self.needs_grammar = request.grammar is not None  # until `grammar` is there
         start = request.logprobs.prompt_start
-        # The next prompt position to be scored; num_prompt: none (left).
+        self.constraint: Constraint | None = None  # around `grammar`
+        self.held: deque[HeldToken] = deque()  # generated, not given to `delivery` yet
+        self.num_released = 0  # generated tokens that were
+        self.forced_at: list[int] = []  # places of generated tokens that were not chosen
+        # The next position whose token is to be scored, below scored_end: none is left at it.
+        self.scored_end = self.num_prompt
         self.next_scored = self.num_prompt if start is None else min(max(start, 1), self.num_prompt)
         self.prompt_logprobs: list[TokenLogprob] = []
         if start == 0:
@@ -168,7 +188,9 @@ class SequenceState:
     def start_grammar(self) -> None:
         """Begin the grammar, once: a state costs memory, so the queue holds none."""
         if self.grammar is None and self.compiled is not None:
+            vocabulary = self.delivery.vocabulary
             self.grammar = self.compiled.start()
+            self.constraint = Constraint(self.grammar, self.compiled, vocabulary)
 
     def append(self, token_id: int) -> None:
         """Add a generated id; its KV is not there yet. Amortised O(1)."""
@@ -180,6 +202,40 @@ class SequenceState:
         self.ids[place] = token_id
         self.generated.append(token_id)
         self.num_tokens = place + 1
+
+    @property
+    def is_scoring(self) -> bool:
+        return self.next_scored < self.scored_end
+
+    @property
+    def is_answering(self) -> bool:
+        return bool(self.generated)
+
+    def truncate(self, num_generated: int) -> None:
+        """Take back the newest generated tokens, none of which was released."""
+        assert num_generated >= self.num_released
+        del self.generated[num_generated:]
+        while self.num_released + len(self.held) > num_generated:
+            self.held.pop()
+        self.num_tokens = self.num_prompt + num_generated
+        self.num_covered = min(self.num_covered, self.num_tokens)
+        self.scored_end = max(self.num_prompt, min(self.scored_end, self.num_tokens))
+        self.next_scored = min(self.next_scored, self.scored_end)
+        self.forced_at = [place for place in self.forced_at if place < num_generated]
+        if self.penalties is not None:
+            self.penalties = Penalties(self.request)
+            for token_id in self.generated:
+                self.penalties.count(token_id)
+
+    def release(self, num_held: int) -> str | None:
+        """Give all but the newest `num_held` tokens to the client; returns a stop string met."""
+        while len(self.held) > num_held and not self.held[0].needs_score:
+            held = self.held.popleft()
+            self.num_released += 1
+            matched = self.delivery.push(held.token_id, held.logprob)
+            if matched is not None:
+                return matched
+        return None
 
     def advance(self, start: int, end: int) -> None:
         """Book that this sequence computed the tokens start..end of its own."""
@@ -212,6 +268,7 @@ class SequenceState:
             shared_tokens=min(self.shared_tokens, cached_tokens),
             recomputed_tokens=self.recomputed_tokens,
             completion_tokens=self.delivery.num_delivered,
+            forced_tokens=min(len(self.forced_at), self.delivery.num_delivered),
             num_preemptions=self.num_preemptions,
             miss_reason=self.miss_reason,
         )

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from palmette.constrained.spec import GrammarSpec
 from palmette.runtime.request import (
     EngineInfo,
     FinishReason,
@@ -40,7 +39,6 @@ from .limits import (
     generate_sampling,
     new_call_id,
     prompt_list,
-    with_grammar_name,
 )
 from .openai_format import number
 from .respond import Chunk, json_response, stream_response
@@ -90,7 +88,7 @@ async def generate(request: Request) -> Response:
         prompts,
         plans,
         rids=_rids(body.rid, len(items)),
-        names=with_grammar_name(GENERATE_NAMES, _first_grammar(plans), json_name="json_schema"),
+        names=GENERATE_NAMES,
     )
     formatted = GenerateFormat(context, body, call, plans, is_batch or plans[0].n > 1)
     if body.stream:
@@ -159,10 +157,6 @@ def _plans(
             )
         )
     return plans
-
-
-def _first_grammar(plans: Sequence[Plan]) -> GrammarSpec | None:
-    return next((plan.grammar for plan in plans if plan.grammar is not None), None)
 
 
 def _prompt_start(start: int, sampling: SamplingBody, num_prompt: int) -> int | None:
@@ -250,6 +244,7 @@ class GenerateFormat:
             "finish_reason": _finish(choice),
             "prompt_tokens": len(choice.request.prompt_ids),
             "completion_tokens": usage.completion_tokens,
+            "forced_tokens": usage.forced_tokens,
             "cached_tokens": usage.cached_tokens,
             "reasoning_tokens": 0,
             "weight_version": "default",

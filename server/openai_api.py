@@ -25,7 +25,6 @@ from .limits import (
     openai_constraints,
     openai_sampling,
     prompt_list,
-    with_grammar_name,
 )
 from .messages import check_messages, check_template_options, check_tools
 from .openai_answers import ChatFormat, CompletionFormat
@@ -77,9 +76,7 @@ async def chat_completions(request: Request) -> Response:
         default = max(context.config.default_max_tokens or room, plan.sampling.min_new_tokens)
         sampling = dataclasses.replace(plan.sampling, max_new_tokens=min(room, default))
         plan = dataclasses.replace(plan, sampling=sampling)
-    json_name = "response_format" if mode.grammar is None else "tools"
-    names = with_grammar_name(CHAT_NAMES, plan.grammar, json_name=json_name)
-    call = _open(context, request, owner, "chatcmpl", body, [prompt], [plan], names)
+    call = _open(context, request, owner, "chatcmpl", body, [prompt], [plan], CHAT_NAMES)
     return await _respond(call, ChatFormat(context, body, call, mode), body, context)
 
 
@@ -116,8 +113,7 @@ async def completions(request: Request) -> Response:
     echoed: list[str] = []
     for item in items:
         echoed += [await _echo(context, body, item)] * body.n
-    names = with_grammar_name(COMPLETION_NAMES, plan.grammar, json_name="response_format")
-    call = _open(context, request, owner, "cmpl", body, prompts, plans, names)
+    call = _open(context, request, owner, "cmpl", body, prompts, plans, COMPLETION_NAMES)
     return await _respond(call, CompletionFormat(context, body, call, echoed), body, context)
 
 

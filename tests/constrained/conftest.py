@@ -61,7 +61,8 @@ def compiler(vocabulary: Vocabulary) -> Iterator[GrammarCompiler]:
 
 @pytest.fixture(scope="session")
 def accepts(compiler: GrammarCompiler) -> Callable[[GrammarSpec, str], bool]:
-    """Whether a grammar takes a whole text, byte by byte and in canonical tokens alike."""
+    """Whether a grammar takes a whole text, byte by byte and in canonical tokens alike, and what
+    it leaves to the runtime is satisfied."""
 
     def drive(spec: GrammarSpec, ids: list[int]) -> bool:
         state = compiler.get(spec).start()
@@ -71,6 +72,14 @@ def accepts(compiler: GrammarCompiler) -> Callable[[GrammarSpec, str], bool]:
         by_byte = drive(spec, list(text.encode()))
         by_token = drive(spec, compiler.vocabulary.encode(text))
         assert by_byte == by_token, text
-        return by_byte
+        return by_byte and passes(spec, text.encode())
+
+    def passes(spec: GrammarSpec, text: bytes) -> bool:
+        """What the runtime checks: value by value, then the whole."""
+        check = compiler.get(spec).check
+        cursor = None if check is None else check.cursor()
+        if cursor is not None and cursor.push(text) is not None:
+            return False
+        return check is None or check.is_valid(text)
 
     return accepts

@@ -14,42 +14,23 @@ LIMITS = GrammarLimits()
 INFINITE = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a"}}
 REFUSED: list[tuple[Any, str, str]] = [
     # schema, pointer, part of the message
-    ({"properties": {"a/b": {"not": {}}}}, "/properties/a~1b/not", "negation"),
-    ({"items": {"if": {"minimum": 3}, "then": {"maximum": 5}}}, "/items/if", "conditions"),
-    ({"allOf": [{"dependentSchemas": {"a": {}}}]}, "/allOf/0/dependentSchemas", "dependencies"),
-    ({"contains": {"type": "null"}}, "/contains", "contains"),
-    ({"unevaluatedItems": False}, "/unevaluatedItems", "unevaluatedItems"),
-    ({"$dynamicRef": "#x"}, "/$dynamicRef", "dynamic"),
-    ({"format": "idn-email"}, "/format", "idn-email"),
-    ({"properties": {"f": {"format": "regex"}}}, "/properties/f/format", "regex"),
-    ({"minProperties": 2}, "/minProperties", "distinct"),
-    ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "/oneOf", "disjoint"),
-    (
-        {"items": [True], "properties": {"a": {"oneOf": [{}, {}]}, "b": {"oneOf": [True, False]}}}
-        | {"$schema": "http://json-schema.org/draft-07/schema#"},
-        "/properties/a/oneOf",
-        "disjoint",
-    ),
-    ({"patternProperties": {"^a": {}, "^ab": {"type": "null"}}}, "/patternProperties", "disjoint"),
-    ({"properties": {"a": {"pattern": "(?=a)b"}}}, "/properties/a/pattern", "look-around"),
+    ({"properties": {"a/b": {"not": {}}}, "required": ["a/b"], "type": "object"}, "", ""),
+    ({"$dynamicRef": "#x"}, "", "not a valid schema"),
     ({"properties": {"a": {"pattern": "(a"}}}, "/properties/a/pattern", ""),
     ({"minimum": 3, "maximum": 2, "type": "integer"}, "/minimum", "greater"),
     ({"type": "strin"}, "/type", "not a valid schema"),
     ({"required": "a"}, "/required", "not a valid schema"),
-    ({"items": [{}]}, "/items", "not a valid schema"),
     ({"$ref": "#/$defs/none"}, "/$ref", "leads nowhere"),
     ({"$ref": "#none"}, "/$ref", "leads nowhere"),
     ({"$ref": "other.json"}, "/$ref", "never fetched"),
     ({"$id": "https://a.example/s", "$ref": "t"}, "/$ref", "never fetched"),
-    ({"properties": {"a": {"$id": "b", "$ref": "#"}}}, "/properties/a/$ref", "nested"),
+    ({"properties": {"a": {"$id": "b", "$ref": "#"}}}, "/properties/a/$ref", "itself"),
     ({"$ref": "#"}, "/$ref", "itself"),
     ({"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "", "itself"),
     ({"$defs": {"a": INFINITE}, "properties": {"x": {"$ref": "#/$defs/a"}}}, "", "infinite"),
     ({"properties": {"x": {"$ref": "#"}}, "required": ["x"], "type": "object"}, "", "infinite"),
     ({"enum": []}, "/enum", "no value"),
     ({"const": 2**53 + 1}, "/const", "exactly"),
-    ({"maximum": 10**30}, "/maximum", "exactly"),
-    ({"multipleOf": 1_000_003}, "/multipleOf", "least common"),
     ({"pattern": "(a{1,1000}){1,1000}"}, "/pattern", "1000000"),
     ({"patternProperties": {"a{9999}b{99999}": {}}}, "/patternProperties/a{9999}b{99999}", ""),
     ({"properties": {"a": {}}, "const": "\u0001"}, "/const", "escapes"),
@@ -195,10 +176,11 @@ def test_other_kinds_are_refused_with_a_reason(
 
 
 def test_a_schema_inside_a_structural_tag_is_judged_too(compiler: GrammarCompiler) -> None:
-    tag = {"begin": "<f>", "schema": {"properties": {"a": {"not": {}}}}, "end": "</f>"}
+    schema = {"properties": {"a": {"uniqueItems": True}}}  # no one looks at the text in a tag
+    tag = {"begin": "<f>", "schema": schema, "end": "</f>"}
     with pytest.raises(GrammarError) as caught:
         compiler.check(GrammarSpec.structural_tag({"triggers": ["<f"], "tags": [tag]}))
-    assert caught.value.pointer == "/tags/0/schema/properties/a/not"
+    assert caught.value.pointer == "/tags/0/schema/properties/a/uniqueItems"
 
 
 def test_text_that_looks_like_a_directive_is_no_directive(accepts: Any) -> None:

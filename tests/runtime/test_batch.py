@@ -108,7 +108,7 @@ def test_parameters_travel_row_by_row() -> None:
 @pytest.mark.parametrize("stop_id", [31, 32, 63, 287])
 def test_stop_bits_are_right_at_the_borders_of_mask_words(stop_id: int) -> None:
     runner = SpyRunner(num_pages=16, page_size=4, vocab_size=300)
-    engine = fake_engine(runner=runner)
+    engine = fake_engine(runner=runner, scheduler=SchedulerConfig(jump_forward=False))
     wanted = Request(
         request_id="r",
         prompt_ids=(1,),
@@ -129,7 +129,7 @@ def test_stop_bits_are_right_at_the_borders_of_mask_words(stop_id: int) -> None:
 def test_rows_without_a_grammar_have_no_mask_beside_those_with_one() -> None:
     runner = SpyRunner(num_pages=16, page_size=4, vocab_size=300)
     engine = fake_engine(runner=runner)
-    spec = GrammarSpec(kind=GrammarKind.REGEX, source="b{3}")
+    spec = GrammarSpec(kind=GrammarKind.REGEX, source="[bc]{1,3}")
     engine._grammars.get(spec)  # type: ignore[attr-defined]
     sampling = SamplingParams(temperature=0.0, max_new_tokens=3, ignore_eos=True)
     answers = run_all(
@@ -142,8 +142,8 @@ def test_rows_without_a_grammar_have_no_mask_beside_those_with_one() -> None:
     assert runner.params[1].has_mask.tolist() == [False, True]
     assert runner.params[1].masks is not None
     assert (runner.params[1].masks[0] == -1).all()
-    assert answers["bound"].text == "bbb"
-    assert answers["free"].text != "bbb"
+    assert set(answers["bound"].text) <= set("bc")
+    assert not set(answers["free"].text) <= set("bc")
 
 
 def test_the_byte_tokenizer_reads_what_it_writes() -> None:

@@ -42,7 +42,7 @@ SHARED = tuple(b"a prefix that all of them share.")
 VICTIM_TOKEN = 255  # stands in the victim's prompt only
 SECRET = "/secret/path of the server"
 NUM_STEPS = 8
-REGEX = GrammarSpec(kind=GrammarKind.REGEX, source="[a-z]{20}")
+REGEX = GrammarSpec(kind=GrammarKind.REGEX, source="[a-z]{4,20}")
 
 
 class Failpoint:
@@ -273,6 +273,9 @@ def wrap_grammar_of_victim(faulty: Engine, wrap: Callable[[object], object]) -> 
 
         def start(self) -> object:
             return wrap(self.real.start())
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.real, name)
 
     def grammar_ready(sequence: SequenceState, grammar: CompiledGrammar) -> None:
         is_victim = sequence.request_id == "victim"

@@ -219,7 +219,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(when: int) -> No
             stop=("zzz",),
             ignore_eos=True,
         ),
-        grammar=GrammarSpec(kind=GrammarKind.REGEX, source="[a-z]{30}"),
+        grammar=GrammarSpec(kind=GrammarKind.REGEX, source="[a-z]{5,30}"),
         logprobs=LogprobOptions(output=True, num_top=2, prompt_start=3),
     )
     alone = run_all(fake_engine(page_size=4), [wanted])["r"]

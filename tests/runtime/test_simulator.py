@@ -14,7 +14,7 @@ import pytest
 
 from palmette.constrained.backend import select_backend
 from palmette.constrained.compiler import GrammarCompiler
-from palmette.constrained.spec import GrammarKind, GrammarSpec
+from palmette.constrained.spec import GrammarKind, GrammarSpec, Whitespace
 from palmette.kernels.batch import ForwardBatch
 from palmette.runtime import scheduler
 from palmette.runtime.config import SchedulerConfig
@@ -34,6 +34,20 @@ VOCAB = 300
 NUM_CONTENTS = 120
 REGEX = GrammarSpec(kind=GrammarKind.REGEX, source="[a-f]{2}[0-9]{1,6}")
 CHOICE = GrammarSpec(kind=GrammarKind.CHOICE, source='["north", "northwest", "south"]')
+UNIQUE = GrammarSpec.json_schema(  # a residual: what repeats is taken back
+    {"type": "array", "items": {"enum": [0, 1, 22]}, "minItems": 2, "uniqueItems": True},
+    whitespace=Whitespace.COMPACT,
+)
+TAGGED = GrammarSpec.json_schema(  # most of it is forced
+    {
+        "type": "object",
+        "properties": {"kind": {"const": "abc"}, "n": {"enum": [1, 2]}},
+        "required": ["kind", "n"],
+        "additionalProperties": False,
+    },
+    whitespace=Whitespace.COMPACT,
+)
+GRAMMARS = (None, None, None, None, None, REGEX, CHOICE, UNIQUE, TAGGED)
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,7 @@ def random_content(rng: random.Random, prefixes: list[tuple[int, ...]], longest:
         request_id="",
         prompt_ids=prompt_ids,
         sampling=random_sampling(rng),
-        grammar=rng.choice((None, None, None, None, REGEX, CHOICE)),
+        grammar=rng.choice(GRAMMARS),
         logprobs=LogprobOptions(
             output=rng.random() < 0.3, num_top=rng.choice((0, 2)), prompt_start=start
         ),
@@ -219,7 +233,10 @@ class Simulation:
             assert got.token_ids == alone.token_ids[: len(got.token_ids)]
             assert alone.text.startswith(got.text)
             return
-        assert got.error is None
+        if got.error is not None:  # its grammar has no text so short, or none was found
+            assert request.grammar is not None and alone.error is not None
+            assert got.error.code == alone.error.code in ("invalid_value", "constraint")
+            return
         assert usage.prompt_tokens == len(request.prompt_ids)
         assert got.token_ids == alone.token_ids
         assert got.text == alone.text
@@ -262,10 +279,10 @@ def test_a_crowd_answers_as_each_request_alone(name: str, monkeypatch: pytest.Mo
     load = LOADS[name]
     stats = simulate(load, 11, monkeypatch).stats()
     assert (stats.cached_tokens > 0) == load.prefix_cache
-    assert stats.preemptions > load.num_requests // 100
+    assert stats.preemptions > load.num_requests // 120
     assert (stats.failed_steps > 0) == (load.fault_rate > 0)
     if name in ("page-1", "page-4", "tiny-pool"):
-        assert stats.preemptions > load.num_requests // 10
+        assert stats.preemptions > load.num_requests // 12
 
 
 def test_thirty_percent_aborts_leave_every_page_accounted_for() -> None:

@@ -1,0 +1,387 @@
+"""What the grammar leaves open, checked on the text itself: value by value, then as a whole.
+
+A cursor reads the accepted bytes and knows which subschemas apply to the value at its place:
+
+    {"tags": ["a", "b", "a"], ...        schema: properties/tags has uniqueItems
+             ^ opens         ^ closes: validated by properties/tags
+
+The subschemas that apply without a condition are followed through allOf, $ref, properties and
+items. A residual that stands below a condition (anyOf, if, patternProperties, ...) is checked
+where the condition stands, on the value around it. Every finished document is validated as a
+whole against the schema as the user sent it; validator: the crate jsonschema.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+import jsonschema_rs
+
+from .rewrite import Residual
+from .schema_walk import Draft, Json, Node, Resolver, children, escape, reachable
+from .spec import GrammarError
+
+_ROOT_URI = "urn:palmette:schema"
+_SAME_VALUE = frozenset(("allOf", "$ref"))
+_INSIDE = frozenset(("additionalItems", "additionalProperties", "items", "prefixItems"))
+_DRAFT7 = "http://json-schema.org/draft-07/schema#"
+_NEWEST = "https://json-schema.org/draft/2020-12/schema"
+
+
+class SchemaCheck:
+    """The residuals and the validator of one schema; immutable, shared by its sequences."""
+
+    def __init__(
+        self, source: str, draft: Draft, residuals: Sequence[Residual], *, is_dynamic: bool
+    ):
+        self.residuals = tuple(residuals)
+        document = json.loads(source)
+        if isinstance(document, dict):
+            if draft == Draft.DRAFT2020:
+                document["$schema"] = _NEWEST  # an unknown dialect is read as this one
+            elif "$schema" not in document:
+                document["$schema"] = _DRAFT7  # see preflight
+        self._formats = any(residual.keyword == "format" for residual in residuals)
+        self._validator = _validator(document, self._formats)
+        self._plan = _Plan({}, {}, {}, set())
+        if residuals:
+            self._plan = _make_plan(document, draft, self.residuals, is_dynamic=is_dynamic)
+        self._parts = {
+            pointer: self._part(document, pointer) for pointer in sorted(self._plan.checked)
+        }
+
+    def _part(self, document: Json, pointer: str) -> jsonschema_rs.Validator:
+        if not pointer or not isinstance(document, dict):
+            return self._validator
+        named = {**document, "$id": _ROOT_URI}
+        wrapper = {
+            "$schema": document.get("$schema", _NEWEST),
+            "$ref": f"{_ROOT_URI}#{quote(pointer, safe='/~')}",
+        }
+        registry = jsonschema_rs.Registry([(_ROOT_URI, named)], retriever=_nothing)
+        return jsonschema_rs.validator_for(
+            wrapper, validate_formats=self._formats, registry=registry
+        )
+
+    def is_valid_part(self, pointers: Iterable[str], text: bytes) -> bool:
+        """Whether a complete value satisfies the subschemas at `pointers`."""
+        try:
+            value = json.loads(text, object_pairs_hook=_unique_keys, parse_float=_finite)
+        except ValueError:
+            return False
+        return all(self._parts[pointer].is_valid(value) for pointer in pointers)
+
+    def is_valid(self, text: bytes) -> bool:
+        """Whether a whole document satisfies the schema as the user sent it.
+
+        Without residuals the grammar decides what it says about keys that repeat and numbers
+        beyond a double, which the validator can't read.
+        """
+        try:
+            if self.residuals:
+                value = json.loads(text, object_pairs_hook=_unique_keys, parse_float=_finite)
+            else:
+                value = json.loads(text, parse_float=_finite)
+            return bool(self._validator.is_valid(value))
+        except ValueError:
+            return not self.residuals
+
+    def cursor(self) -> ResidualCursor | None:
+        """One for a new sequence; None when nothing is to be checked on the way."""
+        return ResidualCursor(self) if self._plan.checked else None
+
+    # For the cursor
+
+    @property
+    def root_nodes(self) -> tuple[str, ...]:
+        return self._plan.expand([""])
+
+    def inside(self, nodes: Sequence[str], key: str | int) -> tuple[str, ...]:
+        """The subschemas that apply to the property or item `key` of a value under `nodes`."""
+        found: list[str] = []
+        for pointer in nodes:
+            target = self._plan.target(pointer, key)
+            if target is not None:
+                found.append(target)
+        return self._plan.expand(found)
+
+    def to_check(self, nodes: Sequence[str]) -> list[str]:
+        return [pointer for pointer in nodes if pointer in self._plan.checked]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """By pointer of a subschema that has residuals in it or below."""
+
+    same: dict[str, list[str]]  # those that apply to the same value
+    named: dict[str, dict[str, str]]  # property -> subschema; "" is any other property
+    items: dict[str, tuple[list[str], str | None]]  # by place, and for all others
+    checked: set[str]
+
+    def expand(self, pointers: Iterable[str]) -> tuple[str, ...]:
+        found: dict[str, None] = {}
+        stack = [pointer for pointer in pointers if pointer in self.same]
+        while stack:
+            pointer = stack.pop()
+            if pointer not in found:
+                found[pointer] = None
+                stack += [other for other in self.same[pointer] if other in self.same]
+        return tuple(found)
+
+    def target(self, pointer: str, key: str | int) -> str | None:
+        if isinstance(key, str):
+            names = self.named.get(pointer, {})
+            return names.get("." + key, names.get(""))
+        prefix, rest = self.items.get(pointer, ([], None))
+        return prefix[key] if key < len(prefix) else rest
+
+
+def _make_plan(
+    document: Json, draft: Draft, residuals: Sequence[Residual], *, is_dynamic: bool
+) -> _Plan:
+    if is_dynamic or not isinstance(document, dict) or _has_ids(document):
+        return _Plan({"": []}, {}, {}, {""})
+    resolver = Resolver(document, draft)
+    nodes = reachable(document, resolver)
+    below: dict[str, list[tuple[str, str]]] = {}
+    for node in nodes:
+        found = [(keyword, child.pointer) for keyword, child in children(node)]
+        assert isinstance(node.schema, dict)
+        if isinstance(node.schema.get("$ref"), str):
+            target = resolver.follow(node, str(node.schema["$ref"]))
+            found.append(("$ref", _pointer_of(target, nodes)))
+        below[node.pointer] = found
+    own = {residual.pointer for residual in residuals}
+    holding = _holding(below, own)
+    plan = _Plan({}, {}, {}, set())
+    for node in nodes:
+        if node.pointer in holding:
+            _plan_node(plan, node, below[node.pointer], holding, is_own=node.pointer in own)
+    return plan
+
+
+def _has_ids(document: Json, *, is_root: bool = True) -> bool:
+    if isinstance(document, dict):
+        own = any(isinstance(document.get(key), str) for key in ("$id", "id"))
+        return (own and not is_root) or any(
+            _has_ids(value, is_root=False) for value in document.values()
+        )
+    return isinstance(document, list) and any(_has_ids(v, is_root=False) for v in document)
+
+
+def _pointer_of(target: Node, nodes: Sequence[Node]) -> str:
+    return next((node.pointer for node in nodes if node.schema is target.schema), target.pointer)
+
+
+def _holding(below: dict[str, list[tuple[str, str]]], own: set[str]) -> set[str]:
+    """The subschemas that are residual or lead to one."""
+    above: dict[str, list[str]] = {}
+    for pointer, found in below.items():
+        for _, child in found:
+            above.setdefault(child, []).append(pointer)
+    holding, stack = set(own), list(own)
+    while stack:
+        for pointer in above.get(stack.pop(), ()):
+            if pointer not in holding:
+                holding.add(pointer)
+                stack.append(pointer)
+    return holding
+
+
+def _plan_node(
+    plan: _Plan,
+    node: Node,
+    found: Sequence[tuple[str, str]],
+    holding: set[str],
+    *,
+    is_own: bool,
+) -> None:
+    schema = node.schema
+    assert isinstance(schema, dict)
+    same = plan.same[node.pointer] = []
+    is_checked = is_own
+    names: dict[str, str] = {}
+    items, rest = [], None
+    has_patterns = bool(schema.get("patternProperties"))
+    declared = schema.get("properties")
+    for name in declared if isinstance(declared, dict) else ():
+        names["." + name] = f"{node.pointer}/properties/{escape(name)}"
+    for keyword, child in found:
+        if keyword in _SAME_VALUE:
+            same.append(child)
+        elif keyword == "additionalProperties" and not has_patterns:
+            names[""] = child
+        elif keyword == "prefixItems" or (keyword == "items" and isinstance(schema[keyword], list)):
+            items.append(child)
+        elif keyword in ("items", "additionalItems"):
+            rest = child
+        elif keyword != "properties" and child in holding:
+            is_checked = True  # it applies under a condition
+    plan.named[node.pointer] = names
+    plan.items[node.pointer] = (items, rest)
+    if is_checked:
+        plan.checked.add(node.pointer)
+
+
+def _validator(document: Json, formats: bool) -> jsonschema_rs.Validator:
+    try:
+        assert isinstance(document, dict | bool)
+        return jsonschema_rs.validator_for(document, validate_formats=formats, retriever=_nothing)
+    except jsonschema_rs.ValidationError as error:
+        pointer = "".join(f"/{escape(str(part))}" for part in error.instance_path)
+        raise GrammarError(f"not a valid schema: {error.message[:300]}", pointer=pointer) from None
+    except (ValueError, jsonschema_rs.ReferencingError) as error:
+        raise GrammarError(f"not a valid schema: {str(error)[:300]}", pointer="") from None
+
+
+def _nothing(uri: str) -> Json:
+    """Remote schemas are never fetched; those that matter were refused before."""
+    return {}
+
+
+def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return result
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError("beyond a double")
+    return value
+
+
+@dataclass(slots=True)
+class _Frame:
+    """An open object or array."""
+
+    is_object: bool
+    start: int
+    nodes: tuple[str, ...]
+    key: str | int = 0
+
+
+@dataclass(slots=True)
+class _Scan:
+    """Where a cursor stands in the text."""
+
+    mode: str = "value"  # value, string, scalar, after, key, key_string, colon
+    start: int = 0  # of the open string or scalar
+    nodes: tuple[str, ...] = ()  # of the open string or scalar
+    is_escaped: bool = False
+    stack: list[_Frame] = field(default_factory=list)
+
+
+class ResidualCursor:
+    """Reads JSON text as it grows; the grammar has made sure that it is JSON."""
+
+    def __init__(self, check: SchemaCheck):
+        self._check = check
+        self._text = bytearray()
+        self._scan = _Scan()
+
+    @property
+    def held_from(self) -> int | None:
+        """Where the outermost open value that is still to be checked begins; None: nowhere."""
+        scan = self._scan
+        for frame in scan.stack:
+            if self._check.to_check(frame.nodes):
+                return frame.start
+        if scan.mode in ("string", "scalar") and self._check.to_check(scan.nodes):
+            return scan.start
+        return None
+
+    @property
+    def is_in_string(self) -> bool:
+        return self._scan.mode in ("string", "key_string")
+
+    def push(self, data: bytes) -> int | None:
+        """Read on; returns where a value that is complete and not valid begins, if one is."""
+        failed: int | None = None
+        for byte in data:
+            at = len(self._text)
+            self._text.append(byte)
+            start = self._step(byte, at, checking=failed is None)
+            failed = start if failed is None else failed
+        return failed
+
+    def truncate(self, num_bytes: int) -> None:
+        """Forget what came after the first `num_bytes`."""
+        text = bytes(self._text[:num_bytes])
+        self._text.clear()
+        self._scan = _Scan()
+        for byte in text:
+            at = len(self._text)
+            self._text.append(byte)
+            self._step(byte, at, checking=False)
+
+    def _step(self, byte: int, at: int, *, checking: bool) -> int | None:
+        scan = self._scan
+        if scan.mode in ("string", "key_string"):
+            return self._in_string(byte, at, checking)
+        failed = None
+        if scan.mode == "scalar":
+            if byte not in b" \t\r\n,]}":
+                return None
+            scan.mode = "after"
+            failed = self._close(scan.nodes, scan.start, at, checking)
+        if byte in b" \t\r\n":
+            return failed
+        if byte in b"]}":
+            frame = scan.stack.pop()
+            scan.mode = "after"
+            closed = self._close(frame.nodes, frame.start, at + 1, checking and failed is None)
+            return closed if failed is None else failed
+        if scan.mode == "value":
+            self._open(byte, at)
+        elif scan.mode == "key":
+            scan.mode, scan.start = "key_string", at
+        elif scan.mode == "colon":
+            scan.mode = "value"
+        elif scan.stack:  # after a value: a comma
+            frame = scan.stack[-1]
+            scan.mode = "key" if frame.is_object else "value"
+            if isinstance(frame.key, int) and not frame.is_object:
+                frame.key += 1
+        return failed
+
+    def _in_string(self, byte: int, at: int, checking: bool) -> int | None:
+        scan = self._scan
+        if scan.is_escaped:
+            scan.is_escaped = False
+        elif byte == 0x5C:
+            scan.is_escaped = True
+        elif byte == 0x22:
+            if scan.mode == "key_string":
+                scan.stack[-1].key = str(json.loads(self._text[scan.start : at + 1]))
+                scan.mode = "colon"
+                return None
+            scan.mode = "after"
+            return self._close(scan.nodes, scan.start, at + 1, checking)
+        return None
+
+    def _open(self, byte: int, at: int) -> None:
+        scan = self._scan
+        if scan.stack:
+            frame = scan.stack[-1]
+            nodes = self._check.inside(frame.nodes, frame.key) if frame.nodes else ()
+        else:
+            nodes = self._check.root_nodes
+        if byte in b"{[":
+            scan.stack.append(_Frame(byte == 0x7B, at, nodes))
+            scan.mode = "key" if byte == 0x7B else "value"
+        else:
+            scan.mode = "string" if byte == 0x22 else "scalar"
+            scan.start, scan.nodes = at, nodes
+
+    def _close(self, nodes: tuple[str, ...], start: int, end: int, checking: bool) -> int | None:
+        pointers = self._check.to_check(nodes) if checking and nodes else ()
+        if not pointers or self._check.is_valid_part(pointers, bytes(self._text[start:end])):
+            return None
+        return start
