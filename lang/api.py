@@ -276,12 +276,12 @@ def gen(
 ) -> Expr:
     """Generate text after the state and bind it to `name`.
 
-    With `choices` it is `select`: arguments that say how to draw and where to end have no use then,
-    those that would change the result (n, penalties, logit_bias) are refused. At most one of `choices`, `regex`, `json_schema` (JSON text, a dict, a pydantic model
-    or another Python type), `ebnf` and `dtype` constrains the text. `dtype` (int, float, bool,
-    str) is a ready-made regex: the variable is text that matches the pattern of the type,
-    not a value of it (`int(s["x"])`). With n > 1 the variable is a list of n texts and the state
-    goes on with the first.
+    With `choices` it is `select`: arguments that say how to draw and where to end have no use
+    then, those that would change the result (n, penalties, logit_bias) are refused. At most one of
+    `choices`, `regex`, `json_schema` (JSON text, a dict, a pydantic model or another Python type),
+    `ebnf` and `dtype` constrains the text. `dtype` (int, float, bool, str) is a ready-made regex:
+    the variable is text that matches the pattern of the type, not a value of it (`int(s["x"])`).
+    With n > 1 the variable is a list of n texts and the state goes on with the first.
 
     >>> s += "2+2=" + pm.gen("sum", dtype=int, max_tokens=8)
     >>> number = int(s["sum"])
