@@ -181,7 +181,7 @@ class LLGuidanceGrammar:
         self._lock = threading.Lock()  # a matcher may not be touched by two threads at once
         self.notes = text.notes
         self.check = text.check()
-        self.shortest = shared.closer.way_out(self.start(), _MAX_SHORTEST)
+        self.shortest = shared.closer.shortest(self.start(), _MAX_SHORTEST)
         self.num_bytes = num_bytes
 
     def start(self) -> LLGuidanceState:

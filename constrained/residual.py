@@ -50,6 +50,11 @@ class SchemaCheck:
         self._plan = _Plan({}, {}, {}, set())
         if residuals:
             self._plan = _make_plan(document, draft, self.residuals, is_dynamic=is_dynamic)
+        self._unique = {
+            residual.pointer
+            for residual in self.residuals
+            if residual.keyword == "uniqueItems" and residual.pointer in self._plan.checked
+        }
         self._parts = {
             pointer: self._part(document, pointer) for pointer in sorted(self._plan.checked)
         }
@@ -108,6 +113,10 @@ class SchemaCheck:
             if target is not None:
                 found.append(target)
         return self._plan.expand(found)
+
+    def is_unique(self, nodes: Sequence[str]) -> bool:
+        """Whether the items of an array under `nodes` must differ."""
+        return any(pointer in self._unique for pointer in nodes)
 
     def to_check(self, nodes: Sequence[str]) -> list[str]:
         return [pointer for pointer in nodes if pointer in self._plan.checked]
@@ -257,6 +266,17 @@ def _finite(text: str) -> float:
     return value
 
 
+def _canonical(text: bytes) -> str:
+    """Equal for values that JSON Schema calls equal: 1 and 1.0, keys in any order."""
+    value = json.loads(text, parse_float=_as_integer)
+    return json.dumps(value, sort_keys=True)
+
+
+def _as_integer(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 @dataclass(slots=True)
 class _Frame:
     """An open object or array."""
@@ -265,6 +285,7 @@ class _Frame:
     start: int
     nodes: tuple[str, ...]
     key: str | int = 0
+    items: set[str] | None = None  # of an array whose items must differ, canonical
 
 
 @dataclass(slots=True)
@@ -374,13 +395,22 @@ class ResidualCursor:
         else:
             nodes = self._check.root_nodes
         if byte in b"{[":
-            scan.stack.append(_Frame(byte == 0x7B, at, nodes))
+            frame = _Frame(byte == 0x7B, at, nodes)
+            if byte == 0x5B and self._check.is_unique(nodes):
+                frame.items = set()
+            scan.stack.append(frame)
             scan.mode = "key" if byte == 0x7B else "value"
         else:
             scan.mode = "string" if byte == 0x22 else "scalar"
             scan.start, scan.nodes = at, nodes
 
     def _close(self, nodes: tuple[str, ...], start: int, end: int, checking: bool) -> int | None:
+        stack = self._scan.stack
+        if stack and stack[-1].items is not None:
+            item = _canonical(bytes(self._text[start:end]))
+            if item in stack[-1].items:  # no need to wait for the end of the array
+                return start
+            stack[-1].items.add(item)
         pointers = self._check.to_check(nodes) if checking and nodes else ()
         if not pointers or self._check.is_valid_part(pointers, bytes(self._text[start:end])):
             return None

@@ -20,7 +20,8 @@ from palmette.constrained.masks import allowed_ids
 from palmette.constrained.vocabulary import Vocabulary
 from palmette.kernels.batch import Int32Array
 
-MAX_TRIES = 48  # values that turned out invalid, of one request
+MAX_TRIES = 256  # values that turned out invalid, of one request
+MAX_SAME = 48  # of them without getting any further
 MAX_REJECTS = 3  # choices at one place after which there is no time to close
 RESERVE = 32  # tokens to spare, beside twice the shortest text, below which each choice is judged
 MAX_SIMILAR = 2048  # allowed ids among which spellings of the same are looked for
@@ -36,8 +37,10 @@ class Constraint:
         "_closer",
         "_cursor",
         "_ends",
+        "_furthest",
         "_ids",
         "_num_rejects",
+        "_num_same",
         "_reserve",
         "_text",
         "_vocabulary",
@@ -71,6 +74,8 @@ class Constraint:
         self._num_rejects = 0
         self.only: int | None = None  # the one id that may come next
         self.num_tries = 0
+        self._num_same = 0  # tries since one got further than all before
+        self._furthest = -1
 
     @property
     def num_tokens(self) -> int:
@@ -174,9 +179,12 @@ class Constraint:
         to end here was wrong. Returns how many tokens are left, None when there is no way.
         """
         self.num_tries += 1
-        if self.num_tries > MAX_TRIES:
+        self._num_same += 1
+        if len(self._ids) > self._furthest:
+            self._furthest, self._num_same = len(self._ids), 1
+        if self.num_tries > MAX_TRIES or self._num_same > MAX_SAME:
             return None
-        wanted, found = 2 ** ((self.num_tries - 1) // 3), []
+        wanted, found = 2 ** ((self._num_same - 1) // 6), []
         row = np.zeros(self._vocabulary.mask_words, np.int32)
         last = len(self._ids)
         if stop_ids:

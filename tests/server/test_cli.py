@@ -25,6 +25,25 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{__version__}\n"
 
 
+def test_schema_check_names_the_verdict_and_what_is_checked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text('{"type": "array", "uniqueItems": true, "items": {"format": "int32"}}')
+    assert cli.main(["schema", "check", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "verdict: exact with checks at run time"
+    assert lines[1].startswith("checked: /uniqueItems: ")
+    assert lines[2].startswith("note: /items/format: ")
+    assert lines[3] == "shortest text: 2 bytes"
+    path.write_text('{"type": "integer"}')
+    assert cli.main(["schema", "check", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("verdict: exact\n")
+    path.write_text('{"$ref": "https://example.com/a"}')
+    assert cli.main(["schema", "check", str(path)]) == 1
+    assert "(at /$ref)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
