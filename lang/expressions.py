@@ -244,7 +244,7 @@ def grammar_of(*, regex: str | None, json_schema: object, ebnf: str | None) -> G
     if isinstance(json_schema, Mapping):
         return GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(json_schema))
     if isinstance(json_schema, list | tuple):
-        raise ValueError("json_schema: a list is no schema; give the texts as choices=[...]")
+        raise ValueError("json_schema: a list is no schema; use choices= or GrammarSpec.choice")
     return _spec_of_type(json_schema)
 
 

@@ -218,18 +218,21 @@ class HttpClient:
     async def _abort(self, batch: Batch, job: asyncio.Task[None], ids: Sequence[str]) -> None:
         """Ask the server; close the stream of a batch that is given up and goes on all the same.
 
-        It goes on where the server did not have the request yet: it waits here, or is on its way.
+        It goes on where the server did not have the request yet: it was on its way.
         """
-        with suppress(httpx.HTTPError, BackendError):
-            for request_id in ids:
-                await self._call_async("POST", "/abort_request", {"rid": request_id})
-        is_given_up = {one.request_id for one in batch.unfinished()} <= set(ids)
-        if is_given_up and not (await asyncio.wait({job}, timeout=_ABORT_S))[0]:
+        if batch.is_sent:
+            with suppress(httpx.HTTPError, BackendError):
+                for request_id in ids:
+                    await self._call_async("POST", "/abort_request", {"rid": request_id})
+        if not {one.request_id for one in batch.unfinished()} <= set(ids):
+            return  # others of the batch go on
+        if not batch.is_sent or not (await asyncio.wait({job}, timeout=_ABORT_S))[0]:
             job.cancel("the request was aborted")
 
     async def _stream(self, batch: Batch) -> None:
         try:
             async with self._streams:
+                batch.is_sent = True
                 await self._read(batch)
         except asyncio.CancelledError as error:
             message = str(error) or "the client was closed"

@@ -67,13 +67,14 @@ class Session:
         self._new: dict[int, Sink] = {}  # by id: sinks with nodes that were not looked at
         self._outbox: deque[Request] = deque()
         self._owners: dict[str, Sink] = {}  # unfinished requests, in the outbox too
-        self._submitted: dict[str, None] = {}  # at the backend; interrupted ones without an owner
+        # On their way to the backend (False) or there (True); interrupted ones without an owner.
+        self._submitted: dict[str, bool] = {}
         self._waiting: dict[Task, None] = {}
         self._watchers: dict[int, list[Task]] = {}  # id of what is watched -> who waits
         self._ready: dict[Task, None] = {}
         self._arrived: deque[Output] = deque()
         self._refused: deque[Output] = deque()  # of requests that the backend never took
-        self._failure: str | None = None
+        self._failure: tuple[str, list[str]] | None = None  # and the requests that it hits
         self._async_poll: asyncio.Task[None] | None = None
 
     @property
@@ -262,9 +263,9 @@ class Session:
                 return True
             if not self._submitted:
                 return self._release_stalled()
-            if self._async_poll is None or self._async_poll.done():
-                self._async_poll = asyncio.ensure_future(self._poll_in_thread())
-            poll = self._async_poll
+            poll, loop = self._async_poll, asyncio.get_running_loop()
+            if poll is None or poll.done() or poll.get_loop() is not loop:
+                poll = self._async_poll = loop.create_task(self._poll_in_thread())
         await asyncio.shield(poll)
         return True
 
@@ -330,13 +331,17 @@ class Session:
 
     def _send(self, group: list[Request]) -> None:
         ids = [request.request_id for request in group]
-        self._submitted.update(dict.fromkeys(ids))  # before: an interrupt must find them
+        self._submitted.update(dict.fromkeys(ids, False))  # before: an interrupt must find them
         try:
             self.client.submit(group)
         except RequestError:
             for request_id in ids:
                 del self._submitted[request_id]
             raise
+        except BaseException:  # interrupted: they may be there
+            self._submitted.update(dict.fromkeys(ids, True))
+            raise
+        self._submitted.update(dict.fromkeys(ids, True))
 
     def _submit_singly(self, group: list[Request]) -> None:
         for index, request in enumerate(group):
@@ -352,22 +357,25 @@ class Session:
         with self._poll_lock:
             if self._arrived:
                 return
+            there = [i for i, is_there in list(self._submitted.items()) if is_there]
+            if not there:
+                return  # another thread has had the answers
             self._polling_thread = threading.get_ident()
             try:
                 outputs = self.client.poll()
             except Exception as error:  # the fault boundary of a backend; told to all who wait
-                self._failure = f"{type(error).__name__}: {error}"
+                self._failure = f"{type(error).__name__}: {error}", there
                 return
             finally:
                 self._polling_thread = 0
             self._arrived.extend(outputs)
             if not outputs:
-                self._failure = "the backend ended without an answer to this request"
+                self._failure = "the backend ended without an answer to this request", there
 
     def _dispatch(self) -> None:
         if self._failure is not None:
-            message, self._failure = self._failure, None
-            self._fail_all(message)
+            (message, hit), self._failure = self._failure, None
+            self._fail_all(message, hit)
         while self._refused:
             self._deliver(self._refused.popleft())
         while self._arrived:
@@ -385,11 +393,11 @@ class Session:
         self._queue(sink, sink.on_output(output))
         self._notify(sink)
 
-    def _fail_all(self, message: str) -> None:
-        is_one_lost = any(request_id in self._owners for request_id in self._submitted)
-        self._submitted.clear()
-        if not is_one_lost:
+    def _fail_all(self, message: str, hit: Sequence[str]) -> None:
+        lost = [i for i in hit if self._submitted.pop(i, None)]
+        if not any(request_id in self._owners for request_id in lost):
             return  # only what was interrupted is missing
+        self._submitted.clear()
         sinks = {id(sink): sink for sink in self._owners.values()}
         self._owners.clear()
         self._outbox.clear()

@@ -46,6 +46,7 @@ class Batch:
     requests: list[Request]
     is_choices: bool  # one prompt, n = len(requests)
     progress: list[_Progress] = field(init=False)
+    is_sent: bool = False  # or about to be: the server may know it
 
     def __post_init__(self) -> None:
         self.progress = [_Progress(request) for request in self.requests]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from palmette.constrained.spec import GrammarSpec
 from palmette.runtime.request import (
     EngineInfo,
     FinishReason,
@@ -39,6 +40,7 @@ from .limits import (
     generate_sampling,
     new_call_id,
     prompt_list,
+    with_grammar_name,
 )
 from .openai_format import number
 from .respond import Chunk, json_response, stream_response
@@ -88,7 +90,7 @@ async def generate(request: Request) -> Response:
         prompts,
         plans,
         rids=_rids(body.rid, len(items)),
-        names=GENERATE_NAMES,
+        names=with_grammar_name(GENERATE_NAMES, _first_grammar(plans), json_name="json_schema"),
     )
     formatted = GenerateFormat(context, body, call, plans, is_batch or plans[0].n > 1)
     if body.stream:
@@ -157,6 +159,10 @@ def _plans(
             )
         )
     return plans
+
+
+def _first_grammar(plans: Sequence[Plan]) -> GrammarSpec | None:
+    return next((plan.grammar for plan in plans if plan.grammar is not None), None)
 
 
 def _prompt_start(start: int, sampling: SamplingBody, num_prompt: int) -> int | None:

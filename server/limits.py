@@ -51,7 +51,6 @@ CHAT_NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "prompt": "messages",
-    "grammar": "response_format",
 }
 GENERATE_NAMES = {
     "prompt": "input_ids",
@@ -340,6 +339,17 @@ def grammar(constraints: Mapping[str, GrammarSpec | None], limits: Limits) -> Gr
     if not spec.source and spec.kind is not GrammarKind.JSON_OBJECT:
         raise invalid(f"{name}: is empty", name, "grammar")
     return spec
+
+
+def with_grammar_name(
+    names: Mapping[str, str], spec: GrammarSpec | None, *, json_name: str
+) -> dict[str, str]:
+    """`names` and the field that `spec` came in; those that are JSON came in `json_name`."""
+    if spec is None:
+        return dict(names)
+    is_json = spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
+    tagged = spec.kind is GrammarKind.STRUCTURAL_TAG and json_name == "response_format"
+    return {**names, "grammar": json_name if is_json or tagged else str(spec.kind)}
 
 
 def openai_constraints(body: OpenAIBody) -> dict[str, GrammarSpec | None]:

@@ -25,6 +25,7 @@ from .limits import (
     openai_constraints,
     openai_sampling,
     prompt_list,
+    with_grammar_name,
 )
 from .messages import check_messages, check_template_options, check_tools
 from .openai_answers import ChatFormat, CompletionFormat
@@ -76,7 +77,9 @@ async def chat_completions(request: Request) -> Response:
         default = max(context.config.default_max_tokens or room, plan.sampling.min_new_tokens)
         sampling = dataclasses.replace(plan.sampling, max_new_tokens=min(room, default))
         plan = dataclasses.replace(plan, sampling=sampling)
-    call = _open(context, request, owner, "chatcmpl", body, [prompt], [plan], CHAT_NAMES)
+    json_name = "response_format" if mode.grammar is None else "tools"
+    names = with_grammar_name(CHAT_NAMES, plan.grammar, json_name=json_name)
+    call = _open(context, request, owner, "chatcmpl", body, [prompt], [plan], names)
     return await _respond(call, ChatFormat(context, body, call, mode), body, context)
 
 
@@ -113,7 +116,8 @@ async def completions(request: Request) -> Response:
     echoed: list[str] = []
     for item in items:
         echoed += [await _echo(context, body, item)] * body.n
-    call = _open(context, request, owner, "cmpl", body, prompts, plans, COMPLETION_NAMES)
+    names = with_grammar_name(COMPLETION_NAMES, plan.grammar, json_name="response_format")
+    call = _open(context, request, owner, "cmpl", body, prompts, plans, names)
     return await _respond(call, CompletionFormat(context, body, call, echoed), body, context)
 
 

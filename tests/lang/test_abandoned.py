@@ -16,18 +16,19 @@ import palmette as pm
 from palmette.lang.testing import FakeModel
 from palmette.runtime.client import LocalClient
 from palmette.runtime.fake_runner import fake_engine
+from palmette.runtime.request import Request, SamplingParams
 
 
 @pm.function
 def long(s: pm.ProgramState, i: int = 0, n: int = 200) -> None:
-    s += f"the cat {i}" + pm.gen("a", max_tokens=n, ignore_eos=True, temperature=0)
+    s += f"the cat {i}" + pm.gen("a", max_tokens=n + 40 * i, ignore_eos=True, temperature=0)
     s += pm.gen("b", max_tokens=n, ignore_eos=True, temperature=0)
 
 
 @pm.function
 def reading(s: pm.ProgramState, i: int = 0, ends: list[str] | None = None) -> None:
     try:
-        s += f"read {i}" + pm.gen("a", max_tokens=200, ignore_eos=True, temperature=0)
+        s += f"read {i}" + pm.gen("a", max_tokens=200 + 40 * i, ignore_eos=True, temperature=0)
         s["copy"] = s["a"]
         s += pm.gen("b", max_tokens=200, ignore_eos=True, temperature=0)
     finally:
@@ -225,9 +226,20 @@ def switching() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
+@pm.function
+def short(s: pm.ProgramState, i: int) -> None:
+    s += f"short {i}" + pm.gen("a", max_tokens=3, ignore_eos=True, temperature=0)
+
+
+@pm.function
+def short_reading(s: pm.ProgramState, i: int) -> None:
+    s += f"short {i}" + pm.gen("b", max_tokens=2, ignore_eos=True, temperature=0)
+    s["a"] = s["b"]
+
+
 @pytest.mark.usefixtures("switching")
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_threads_on_one_backend_do_not_take_each_other_s_answers(
+@pytest.mark.parametrize("program", [short, short_reading])
+def test_threads_on_one_backend_each_get_their_own_answer(
     program: pm.Function, client: LocalClient
 ) -> None:
     alone = {i: program.run(i=i, backend=client)["a"] for i in range(2)}
@@ -235,7 +247,7 @@ def test_threads_on_one_backend_do_not_take_each_other_s_answers(
 
     def work(i: int) -> None:
         try:
-            for _ in range(15):
+            for _ in range(200):
                 assert program.run(i=i, backend=client)["a"] == alone[i]
         except BaseException as error:
             errors.append(error)
@@ -247,3 +259,53 @@ def test_threads_on_one_backend_do_not_take_each_other_s_answers(
         thread.join()
     assert not errors
     client.engine.check()
+
+
+@pytest.mark.usefixtures("switching")
+def test_event_loops_in_two_threads_stream_from_one_backend(client: LocalClient) -> None:
+    alone = {i: short.run(i=i, backend=client)["a"] for i in range(2)}
+    errors: list[BaseException] = []
+
+    async def read(i: int) -> str:
+        state = short.run(i=i, backend=client)
+        return "".join([str(piece) async for piece in state.text_async_iter("a")])
+
+    async def read_three(i: int) -> list[str]:
+        return await asyncio.gather(read(i), read(i), read(i))
+
+    def work(i: int) -> None:
+        try:
+            for _ in range(10):
+                assert asyncio.run(read_three(i)) == [alone[i]] * 3
+                assert short.run(i=i, backend=client)["a"] == alone[i]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_an_abort_reaches_a_request_that_was_not_sent_yet(start_server: StartServer) -> None:
+    server = start_server(engine={"model": "script=letters&delay=0.005"})
+    client = pm.HttpClient(server.url)
+    sampling = SamplingParams(max_new_tokens=300, temperature=0, ignore_eos=True)
+    requests = [
+        Request(request_id=f"{i}", prompt_ids=(97 + i % 20,), sampling=sampling, priority=i % 2)
+        for i in range(80)
+    ]
+    client.submit(requests)
+    client.abort([request.request_id for request in requests[1:]])
+    ends: dict[str, str] = {}
+    tokens = 0
+    while outputs := client.poll():
+        tokens += sum(len(o.token_ids) for o in outputs if o.request_id != "0")
+        ends.update((o.request_id, o.finish.reason) for o in outputs if o.finish is not None)
+    assert len(ends) == 80
+    assert ends.pop("0") == "length"
+    assert set(ends.values()) <= {"abort", "error"}
+    assert tokens < 79 * 300
+    client.close()

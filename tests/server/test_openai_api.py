@@ -383,3 +383,39 @@ def test_errors_name_field_and_limit(server: RunningServer) -> None:
     assert error["param"] == "top_p" and "1.5" in error["message"]
     error = server.complete(prompt="x", max_tokens=-1).json()["error"]
     assert error["param"] == "max_tokens" and error["message"].startswith("max_tokens: -1")
+
+
+SCHEMA_WITH_A_FLAW = {"type": "object", "properties": {"a": {"type": "nothing"}}}
+ONE_CHAT = {"messages": [{"role": "user", "content": "x"}]}
+RESPONSE_FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "n", "schema": SCHEMA_WITH_A_FLAW},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {**ONE_CHAT, "response_format": RESPONSE_FORMAT},
+            "response_format",
+        ),
+        ("/v1/chat/completions", {**ONE_CHAT, "regex": "[a-"}, "regex"),
+        ("/v1/completions", {"prompt": "x", "regex": "[a-"}, "regex"),
+        ("/v1/completions", {"prompt": "x", "ebnf": "root ::= ("}, "ebnf"),
+        ("/generate", {"text": "x", "sampling_params": {"regex": "[a-"}}, "regex"),
+        (
+            "/generate",
+            {"text": "x", "sampling_params": {"json_schema": SCHEMA_WITH_A_FLAW}},
+            "json_schema",
+        ),
+    ],
+)
+def test_an_error_of_a_grammar_names_the_field_it_came_in(
+    server: RunningServer, path: str, body: dict[str, object], param: str
+) -> None:
+    answer = server.client.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["code"] == "grammar"
