@@ -12,7 +12,7 @@ demo: $(VENV)/run.stamp
 
 test: $(VENV)/dev.stamp
 	$(BIN)/palmette pull
-	$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow and not gpu"
 
 test-slow: $(VENV)/dev.stamp
 	$(BIN)/palmette pull
