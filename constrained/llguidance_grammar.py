@@ -124,6 +124,7 @@ def locate(
 
 
 # Signs of a message that says no value is allowed, or that the schema is broken.
+_LACKS = {"pattern": "look", "patternProperties": "disjoint"}  # other messages: it is malformed
 _FINAL = ("greater", "nsatisfiable", "unclosed", "escapes")
 
 
@@ -134,7 +135,8 @@ def widened(text: GrammarText, node: Node, keyword: str, message: str) -> Gramma
     Raises:
         GrammarError: the keyword can't be left out.
     """
-    if any(sign in message for sign in _FINAL) or ("regex" in message and "look" not in message):
+    is_broken = _LACKS.get(keyword, "") not in message
+    if is_broken or any(sign in message for sign in _FINAL):
         raise GrammarError(message)
     schema, options = text.schema, text.options or {}
     assert schema is not None and isinstance(node.schema, dict)

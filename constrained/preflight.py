@@ -27,7 +27,7 @@ from . import formats
 from .ecma_regex import to_rust
 from .limits import GrammarLimits
 from .messages import refuse_surrogates_in
-from .rewrite import Residual, Rewriter, widen
+from .rewrite import Residual, Rewriter
 from .schema_finite import refuse_infinite
 from .schema_numbers import inexact_bounds
 from .schema_walk import (
@@ -102,7 +102,9 @@ class _Totals:
 
 
 def prepare_json_schema(
-    source: str, limits: GrammarLimits, formats_mode: Formats = Formats.KNOWN
+    source: str,
+    limits: GrammarLimits,
+    formats_mode: Formats = Formats.KNOWN,
 ) -> PreparedSchema:
     """Check the JSON Schema in `source` and remove what restricts nothing.
 
@@ -250,14 +252,9 @@ def _rewrite_patterns(node: Node, totals: _Totals, limits: GrammarLimits) -> Non
         )
     for pattern in patterns:
         limits.check_regex(pattern, pointer=f"{place}/{escape(pattern)}")
-    try:
-        schema["patternProperties"] = {
-            to_rust(pattern, f"{place}/{escape(pattern)}"): child
-            for pattern, child in patterns.items()
-        }
-    except GrammarError as error:
-        totals.add(node, "patternProperties", _bare(error))
-        widen(schema, "patternProperties")
+    schema["patternProperties"] = {
+        to_rust(pattern, f"{place}/{escape(pattern)}"): child for pattern, child in patterns.items()
+    }
 
 
 def _bare(error: GrammarError) -> str:

@@ -29,6 +29,7 @@ from .spec import GrammarError
 from .unevaluated import close_items, close_properties
 
 _MAX_DEPENDENCIES = 4  # alternatives double with each one
+_MAX_CONDITIONS = 4  # alternatives of one value double with each one
 _MAX_CONTAINS_ITEMS = 6
 _DEFINITION = "palmette-{}"
 
@@ -56,6 +57,7 @@ class Rewriter:
         self._draft = draft
         self._resolver = resolver
         self._targets: dict[str, Json] = {}
+        self._crowded: set[int] = set()  # conditions that are too many for one value
         self._opposites: dict[tuple[int, str], Json | None] = {}
         self.residuals: list[Residual] = []
         self.is_dynamic = False  # has references that only make sense from the root
@@ -66,6 +68,13 @@ class Rewriter:
         origins = {id(node.schema): node.pointer for node in self._nodes}
         for node in self._nodes:
             schema = node.schema
+            parts = schema.get("allOf") if isinstance(schema, dict) else None
+            conditions = [
+                id(part)
+                for part in (parts if isinstance(parts, list) else ())
+                if isinstance(part, dict) and "if" in part
+            ]
+            self._crowded.update(conditions[_MAX_CONDITIONS:])
             for keyword in ("not", "if"):
                 if isinstance(schema, dict) and keyword in schema:
                     opposite = negate(schema[keyword], schema, follow=self.follow)
@@ -159,6 +168,9 @@ class Rewriter:
         condition = schema.pop("if")
         then, other = schema.pop("then", True), schema.pop("else", True)
         if then is True and other is True:
+            return
+        if id(schema) in self._crowded:
+            self.add(node, "if", f"more than {_MAX_CONDITIONS} conditions on one value")
             return
         opposite = self._opposites[id(schema), "if"]
         if opposite is None:
@@ -360,6 +372,7 @@ def conjoin(schema: SchemaObject, part: Json) -> None:
 
 # Keywords that mean the same whatever stands beside them.
 _FREE = frozenset("anyOf const enum minItems minLength maxItems maxLength required type".split())
+
 
 # What goes together with a keyword: without it the others would refuse more, not less.
 _TOGETHER = {

@@ -205,13 +205,22 @@ class Constraint:
             self.accept(token_id)
         if keep < last:
             self.state.fill(row)
-            self._ban(keep, self._similar(row, self._ids[keep]))
+            chosen = self._ids[keep]
+            similar = self._similar(row, chosen)
+            for other in similar - {chosen}:
+                row[other >> 5] &= ~_bit(other)
+            rest = self._without(row, keep, chosen)
+            self._ban(keep, similar if rest else (chosen,))
         self._shorten(keep)
         return keep
 
     def _is_free(self, row: Int32Array, place: int, chosen: int | None) -> bool:
         """Whether something else could be chosen at `place`, where the grammar stands."""
         self.state.fill(row)
+        return self._without(row, place, chosen)
+
+    def _without(self, row: Int32Array, place: int, chosen: int | None) -> bool:
+        """Take what is banned, the chosen and the stop ids out of `row`; whether any is left."""
         for token_id in self._bans.get(place, ()):
             row[token_id >> 5] &= ~_bit(token_id)
         if chosen is not None:
