@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow check format bench bench-peers sizes clean
+.PHONY: demo test test-slow check format bench bench-constrained bench-peers sizes clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/palmette pull
@@ -34,6 +34,11 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/throughput.py
 
 # Other servers, in environments of their own under the user's cache; an hour on a quiet machine.
+# SUITE and MASKBENCH are files of schemas, as benchmarks/constrained.py describes them.
+bench-constrained: $(VENV)/dev.stamp
+	$(BIN)/python benchmarks/constrained.py $(if $(SUITE),--suite $(SUITE)) \
+		$(if $(MASKBENCH),--maskbench $(MASKBENCH)) $(if $(GGUF),--gguf $(GGUF))
+
 bench-peers: $(VENV)/dev.stamp
 	$(BIN)/palmette pull
 	$(BIN)/python benchmarks/peers.py $(PEERS)

@@ -19,6 +19,7 @@ from .vocabulary import Vocabulary
 
 _MAX_TOKENS = 1024
 _NUM_WALKS = 4
+_MAX_SEARCHED = 16  # tokens of a text for which shorter ones are looked for
 # What ends something, the more the better; then what JSON needs to get there.
 _STRING_ENDS = (b'"}]', b'"}}', b'"]}', b'"}', b'"]', b'"')
 _CLOSING = (b"}]}", b"]}}", b"}}}", b"}}", b"]]", b"]}", b"}]", b"}", b"]", b'"')
@@ -71,6 +72,8 @@ class Closer:
         """As `way_out`, of several ways the one with the fewest tokens; for a start."""
         best: list[int] | None = None
         for walk in range(2 * _NUM_WALKS):
+            if walk > 0 and best is not None and len(best) > _MAX_SEARCHED:
+                break  # its start is forced: others would hardly be shorter
             most = max_tokens if best is None else len(best)
             ids = self._walk(state.fork(), walk, 3 * most + 8, ())
             if ids is None:

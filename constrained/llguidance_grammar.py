@@ -112,7 +112,9 @@ def locate(
     if len(candidates) > 1:
         # The innermost of those that fail on their own; few, as each try compiles.
         candidates.sort(key=lambda c: -c[0].pointer.count("/"))
-        failing = (c for c in candidates[:64] if fails(_alone(schema, c[0], text.options)))
+        moved = _moved(schema.document)
+        options = text.options or {}
+        failing = (c for c in candidates[:64] if fails(_alone(moved, c[0], options)))
         candidates = [next(failing, candidates[-1])]
     if not candidates:
         return GrammarError(reason(message), pointer=""), None, ""
@@ -180,13 +182,13 @@ def _keywords_meant(message: str) -> tuple[str, ...]:
     return ()
 
 
-def _alone(schema: PreparedSchema, node: Node, options: dict[str, Json] | None) -> str:
-    """A grammar for the one subschema `node`, with the document moved below `$defs`."""
+def _alone(moved: Json, node: Node, options: dict[str, Json]) -> str:
+    """A grammar for the one subschema `node` of the document that `_moved` has moved."""
     document: dict[str, Json] = {
-        "$defs": {"root": _moved(schema.document)},
+        "$defs": {"root": moved},
         "$ref": f"#/$defs/root{node.pointer}",
     }
-    return _json_grammar(document, options or {})
+    return _json_grammar(document, options)
 
 
 def _moved(value: Json) -> Json:
