@@ -48,6 +48,7 @@ class Closer:
         self._in_strings = [ids[bytes([c])] for c in _IN_STRINGS if bytes([c]) in ids]
         self._letters = [ids[bytes([c])] for c in _LETTERS if bytes([c]) in ids]
         self._singles = [ids[bytes([c])] for c in range(32, 127) if bytes([c]) in ids]
+        self._enders = [ids[bytes([c])] for c in (10, *range(32, 127)) if bytes([c]) in ids]
 
     def way_out(
         self, state: GrammarState, max_tokens: int, banned: Collection[int] = ()
@@ -105,7 +106,9 @@ class Closer:
                 state.fill(row)
                 for banned_id in banned if is_limited else ():
                     row[banned_id >> 5] &= ~np.uint32(1 << (banned_id & 31)).view(np.int32)
-                chosen = self._choose(row, walk, rng)
+                chosen = self._ending(state, row, anyhow=walk == 0 and len(ids) < 3)
+                if chosen is None:
+                    chosen = self._choose(row, walk, rng)
                 if chosen is None:
                     return None
                 forced = [chosen]
@@ -114,6 +117,19 @@ class Closer:
                     return None
                 ids.append(token_id)
         return ids
+
+    def _ending(self, state: GrammarState, row: MaskRow, *, anyhow: bool) -> int | None:
+        """An id that completes the text at once; where brackets may close, only `anyhow`."""
+        closing = (*self._closing, *self._string_ends)
+        if not anyhow and any(is_allowed(row, token_id) for token_id in closing):
+            return None
+        for token_id in self._enders:
+            if is_allowed(row, token_id) and state.accept(token_id):
+                may_end = state.may_end
+                state.rollback(1)
+                if may_end:
+                    return token_id
+        return None
 
     def _choose(self, row: MaskRow, walk: int, rng: random.Random) -> int | None:
         is_in_string = any(is_allowed(row, token_id) for token_id in self._in_strings)

@@ -131,11 +131,12 @@ class Committer:
             self._append(sequence, token_id, logprob)
             return
         constraint.accept(token_id)
+        had_to = constraint.only == token_id
         num_left = sequence.max_generated - len(sequence.generated) - 1
         if constraint.fits(token_id, num_left=num_left):
             if self._append(sequence, token_id, logprob):
                 return
-        elif not constraint.reject(token_id):
+        elif not constraint.reject(token_id) or had_to:
             self._take_back(sequence, constraint)
             return
         elif not constraint.is_closing:
@@ -152,8 +153,10 @@ class Committer:
         if constraint is not None and not constraint.is_valid():
             self._take_back(sequence, constraint, stop_ids=sequence.stop_ids)
             return
-        if sequence.release(0) is None and sequence.request.sampling.no_stop_trim:
-            sequence.delivery.push(token_id, logprob)
+        if sequence.release(0) is None:
+            _check_all_given(sequence)
+            if sequence.request.sampling.no_stop_trim:
+                sequence.delivery.push(token_id, logprob)
         self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP, matched=token_id))
 
     def _append(
@@ -183,6 +186,8 @@ class Committer:
                 return True
         if self._give_out(sequence, is_over=is_done or is_full):
             return True
+        if is_done or is_full:
+            _check_all_given(sequence)
         if is_done:
             self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP))
         elif is_full:
@@ -201,17 +206,29 @@ class Committer:
         return matched is not None
 
     def _jump(self, sequence: SequenceState, constraint: Constraint) -> None:
-        """Append what must come without choosing it."""
+        """Append what must come without choosing it.
+
+        Where log-probabilities are wanted, every token needs a row that scores it. The last of a
+        text has no later step, and what closes a text may follow a choice that was taken back,
+        whose row is computed already: such tokens are chosen, with nothing else allowed.
+        """
         needs_score = sequence.request.logprobs.output
         first = sequence.num_tokens
         num_left = sequence.max_generated - len(sequence.generated)
-        for token_id in constraint.forced(num_left=num_left, jump=self._jump_forward):
-            constraint.accept(token_id)
+        forced = constraint.closing(num_left=num_left)
+        if forced and needs_score:
+            constraint.only = forced[0]
+            return
+        if not forced and self._jump_forward:
+            forced = constraint.state.forced()
+        for token_id in forced:
             num_left = sequence.max_generated - len(sequence.generated) - 1
-            constraint.fits(token_id, num_left=num_left)  # nothing else is possible
+            constraint.accept(token_id)
             if needs_score and (num_left == 0 or constraint.state.is_done):
-                constraint.leave(token_id)  # its step gives the logprobs of those before it
+                constraint.state.rollback(1)
+                constraint.only = token_id
                 break
+            constraint.fits(token_id, num_left=num_left)  # nothing else is possible
             sequence.forced_at.append(len(sequence.generated))
             if self._append(sequence, token_id, None, needs_score=needs_score):
                 return
@@ -242,6 +259,16 @@ def _not_satisfied(sequence: SequenceState) -> SequenceFault:
         field="grammar",
     )
     return SequenceFault(info)
+
+
+def _check_all_given(sequence: SequenceState) -> None:
+    """A text that ends well is whole: nothing of it may still be held back."""
+    if sequence.held:
+        info = ErrorInfo(
+            code="internal",
+            message=f"request {sequence.request_id}: its text was not complete when it ended",
+        )
+        raise SequenceFault(info)
 
 
 def _not_finite(sequence: SequenceState) -> SequenceFault:

@@ -24,6 +24,7 @@ MAX_TRIES = 256  # values that turned out invalid, of one request
 MAX_SAME = 48  # of them without getting any further
 MAX_REJECTS = 3  # choices at one place after which there is no time to close
 RESERVE = 32  # tokens to spare, beside twice the shortest text, below which each choice is judged
+MAX_LOST = 6  # searches for a way out that found none while none was known: it is given up
 MAX_SIMILAR = 2048  # allowed ids among which spellings of the same are looked for
 
 
@@ -32,13 +33,13 @@ class Constraint:
 
     __slots__ = (
         "_bans",
-        "_before",
         "_check",
         "_closer",
         "_cursor",
         "_ends",
         "_furthest",
         "_ids",
+        "_num_lost",
         "_num_rejects",
         "_num_same",
         "_reserve",
@@ -67,10 +68,10 @@ class Constraint:
         self._text = bytearray()
         self._bans: dict[int, set[int]] = {}  # by place among the generated tokens
         self._way_out: Sequence[int] | None = compiled.shortest
-        self._before = self._way_out  # the last accepted id
         # With more tokens left than this the end is not looked for; -1: none is known.
         self._reserve = 2 * len(compiled.shortest or ()) + RESERVE
         self._watch_below = -1 if compiled.shortest is None else 1 << 62
+        self._num_lost = 0
         self._num_rejects = 0
         self.only: int | None = None  # the one id that may come next
         self.num_tries = 0
@@ -110,10 +111,11 @@ class Constraint:
         elif way_out is None or not self._closer.leads_out(self.state, way_out):
             way_out = self._closer.way_out(self.state, num_left)
             if way_out is None and self._way_out is None:
+                self._note_lost()
                 return True  # nor was one known before: it may end as a failure
         if way_out is None or len(way_out) > num_left:
             return False
-        self._before, self._way_out = self._way_out, way_out
+        self._way_out = way_out
         spare = num_left - len(way_out) - self._reserve
         self._watch_below = num_left - max(0, spare) // 2
         return True
@@ -129,12 +131,6 @@ class Constraint:
         self._num_rejects += 1
         row = np.zeros(self._vocabulary.mask_words, np.int32)
         return self._is_free(row, place, None)
-
-    def leave(self, token_id: int) -> None:
-        """The accepted id, which fits, must come but is to be chosen: nothing else is allowed."""
-        self.state.rollback(1)
-        self._way_out = self._before
-        self.only = token_id
 
     def take(self, token_id: int) -> int | None:
         """Note an accepted id; returns where a value that is complete and invalid begins."""
@@ -152,12 +148,12 @@ class Constraint:
         """Whether choosing freely has failed too often here."""
         return self._num_rejects >= MAX_REJECTS and bool(self._way_out)
 
-    def forced(self, *, num_left: int, jump: bool) -> Sequence[int]:
-        """Ids that must come now: the rest of the way out, or what the grammar leaves."""
+    def closing(self, *, num_left: int) -> Sequence[int]:
+        """The rest of the way out, where nothing else closes in time any more."""
         way_out = self._way_out
         if way_out and (self.is_closing or len(way_out) >= num_left):
             return tuple(way_out)
-        return self.state.forced() if jump else ()
+        return ()
 
     def is_valid(self) -> bool:
         """Whether the complete text satisfies the schema as the user sent it."""
@@ -253,9 +249,18 @@ class Constraint:
             self._cursor.truncate(self._ends[-1])
         self._num_rejects = 0
         self.only = None
+        self._way_out = None
         if self._watch_below >= 0:
             self._watch_below = 1 << 62
-        self._way_out = self._closer.way_out(self.state, 1024, self._bans.get(keep, ()))
+            self._way_out = self._closer.way_out(self.state, 1024, self._bans.get(keep, ()))
+            if self._way_out is None:
+                self._note_lost()
+
+    def _note_lost(self) -> None:
+        """A search costs many masks: where none finds an end, others wait for it no longer."""
+        self._num_lost += 1
+        if self._num_lost >= MAX_LOST:
+            self._watch_below = -1
 
 
 def _bit(token_id: int) -> np.int32:
