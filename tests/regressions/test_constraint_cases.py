@@ -10,6 +10,7 @@ import pytest
 
 import palmette as pm
 from palmette.constrained.spec import GrammarKind, GrammarSpec, Whitespace
+from palmette.runtime.client import LocalClient
 from palmette.runtime.request import ErrorInfo
 
 SCHEMAS = {
@@ -55,15 +56,15 @@ def run(
     )
     engine.submit([request])
     text, tokens, logprobs, error = "", 0, 0, None
-    for _ in range(5000):
-        if not engine.has_work:
-            break
-        for output in engine.step():
+    client, num_polls = LocalClient(engine), 0
+    while outputs := client.poll():
+        num_polls += 1
+        assert num_polls < 1000, "it goes on for ever"
+        for output in outputs:
             text += output.text
             tokens += len(output.token_ids)
             logprobs += len(output.logprobs)
             error = output.error
-    assert not engine.has_work, "it goes on for ever"
     engine.check()
     return text, tokens, logprobs, error
 
