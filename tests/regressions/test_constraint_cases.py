@@ -10,7 +10,6 @@ import pytest
 
 import palmette as pm
 from palmette.constrained.spec import GrammarKind, GrammarSpec, Whitespace
-from palmette.runtime.client import LocalClient
 from palmette.runtime.request import ErrorInfo
 
 SCHEMAS = {
@@ -56,11 +55,11 @@ def run(
     )
     engine.submit([request])
     text, tokens, logprobs, error = "", 0, 0, None
-    client, num_polls = LocalClient(engine), 0
-    while outputs := client.poll():
-        num_polls += 1
-        assert num_polls < 1000, "it goes on for ever"
-        for output in outputs:
+    num_steps = 0
+    while engine.has_work:
+        num_steps += not engine.is_compiling
+        assert num_steps < 5000, "it goes on for ever"
+        for output in engine.step():
             text += output.text
             tokens += len(output.token_ids)
             logprobs += len(output.logprobs)
