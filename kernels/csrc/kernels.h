@@ -21,14 +21,23 @@ constexpr int FLOAT_ROWS = 12;  // rows per tile: 12 x 2 accumulators + 2 weight
 constexpr int INT_ROWS = 6;     // 6 x 2 integer and 6 x 2 float accumulators
 #else
 constexpr int FLOAT_ROWS = 6;  // 6 x 2 + 2 + 1 of 16
-constexpr int INT_ROWS = 3;
+constexpr int INT_ROWS = 4;  // 4 x 2 integer accumulators; the float ones rest in memory
 #endif
 constexpr int64_t TASK_PANELS = 4;  // panels that one task of a linear takes at most
 
 inline bool is_integer(int64_t kind) { return kind >= PM_INT8; }
 inline bool is_uint4(int64_t kind) { return kind == PM_UINT4 || kind == PM_UINT4_FAST; }
-// 8-bit digits of an activation
-inline int64_t num_digits(int64_t kind) { return kind == PM_INT8 || kind == PM_UINT4 ? 2 : 1; }
+// The kinds whose activations have 15 bits, not 8.
+constexpr bool has_fine_inputs(int64_t kind) { return kind == PM_INT8 || kind == PM_UINT4; }
+// Bytes of a packed activation. AVX2 multiplies signed bytes as 16-bit numbers (group_sums.h).
+#if defined(PM_ISA_AVX2)
+constexpr bool HAS_WIDE_INPUTS = true;
+#else
+constexpr bool HAS_WIDE_INPUTS = false;
+#endif
+constexpr int64_t input_bytes(int64_t kind) {
+  return has_fine_inputs(kind) || (HAS_WIDE_INPUTS && kind == PM_INT8_FAST) ? 2 : 1;
+}
 
 }  // namespace pm
 
@@ -68,8 +77,10 @@ void matrix_row(const PmMatrix* matrix, int64_t row, float* out);  // out [K]
 // M rows cut into blocks, as even as possible. The cut changes which tile computes a row, never
 // the row's bits. One block of R rows:
 //   float kinds     [K][R] floats: a tile reads R neighbouring floats per k
-//   integer kinds   per group: [digits][8][R] x 4 bytes, high digit first, then R float scales,
-//                   then R sums of the group's integers (int8: int32; uint4: float, scaled)
+//   integer kinds   per group: input_bytes * 32 bytes per row, then R float scales, then R sums of
+//                   the group's integers (int8: int32; uint4: float, scaled). The inputs: [8][R] x 4
+//                   bytes; of two bytes: two such, high digits (base 128) first, or with
+//                   HAS_WIDE_INPUTS [8][2][R] x 2 16-bit integers: 0 and 2, 1 and 3 of four
 struct RowBlocks {
   int64_t m, num, base, extra;  // `extra` blocks of base + 1 rows, then blocks of base rows
 
@@ -85,7 +96,7 @@ struct RowBlocks {
 
 // Bytes that M packed rows of K inputs need for this kind of matrix.
 inline int64_t packed_bytes(int64_t kind, int64_t m, int64_t k) {
-  return is_integer(kind) ? m * (k / GROUP) * (num_digits(kind) * GROUP + 8) : m * k * (int64_t)sizeof(float);
+  return is_integer(kind) ? m * (k / GROUP) * (input_bytes(kind) * GROUP + 8) : m * k * (int64_t)sizeof(float);
 }
 // Columns k0 .. k1 of row `index` of a block of `rows` rows; x points at column k0. For integer
 // kinds k0 and k1 are multiples of GROUP.

@@ -41,6 +41,11 @@ PM_INLINE F load(const float* p) {
   return v;
 }
 PM_INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
+PM_INLINE I load_int(const int32_t* p) {
+  I v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
 PM_INLINE F splat(float x) { return x - F{}; }
 PM_INLINE I splat_int(int32_t x) { return x - I{}; }
 
