@@ -17,21 +17,20 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import platformdirs
+from peer_servers import DEFAULT_PEERS, FOLDER, PEERS, Server, running, versions
+from requantised import FILE_TYPES, requantise
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -44,122 +43,9 @@ from palmette.server.bench_serve import Bench, is_bad, machine, token_counter
 from palmette.server.bench_workloads import WORKLOADS, CountTokens, Scale, select
 from palmette.server.config import UserError
 
-FOLDER = Path(__file__).resolve().parent
-START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 20.0
-STREAMS = 16
-CONTEXT = 6144
-KV_TOKENS = 32768
-STEP_TOKENS = 512
 IDLE_WARNING = 0.05  # of one core
 
 log = logging.getLogger("peers")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peer:
-    """A server under test; `skips` says why it does not take part in a workload."""
-
-    name: str
-    script: str | None = None  # None: palmette itself
-    requirements: tuple[str, ...] = ()  # none: this environment
-    arguments: tuple[str, ...] = ()
-    only: tuple[str, ...] = WORKLOADS
-    skips: dict[str, str] = field(default_factory=dict)
-    note: str = ""
-
-
-PEERS = {
-    peer.name: peer
-    for peer in (
-        Peer(name="palmette"),
-        Peer(
-            name="palmette-nocache",
-            arguments=("--no-prefix-cache",),
-            only=("W3",),
-            note="the prefix cache off",
-        ),
-        Peer(
-            name="xllamacpp",
-            script="peer_xllamacpp.py",
-            requirements=("xllamacpp==2026.10.11549",),
-            note="llama.cpp's server, a context for each slot; the wheel is built for AVX2",
-        ),
-        Peer(
-            name="xllamacpp-unified",
-            script="peer_xllamacpp.py",
-            requirements=("xllamacpp==2026.10.11549",),
-            arguments=("--variant", "unified"),
-            note="llama.cpp's server, one context for all slots",
-        ),
-        Peer(
-            name="openvino",
-            script="peer_openvino.py",
-            requirements=("openvino-genai==2026.4.1.0",),
-            note="continuous batching with prefix cache behind our HTTP; tells no cached tokens",
-        ),
-        Peer(
-            name="transformers",
-            script="peer_transformers.py",
-            skips={"W6": "has no JSON schemas"},
-            note="continuous batching behind our HTTP, fp32; tells no cached tokens",
-        ),
-    )
-}
-DEFAULT_PEERS = ("palmette", "palmette-nocache", "xllamacpp", "openvino")
-
-
-class Server:
-    """A running server: a process group on 127.0.0.1, ended by its own id."""
-
-    def __init__(self, peer: Peer, command: list[str], url: str, log_file: Path):
-        self.peer = peer
-        self.command = command
-        self.url = url
-        self.log_file = log_file
-        with log_file.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-
-    def wait_ready(self) -> None:
-        """Raises RuntimeError with the end of its log when it ends or takes too long."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                break
-            try:
-                if httpx.get(f"{self.url}/v1/models", trust_env=False).is_success:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.2)
-        text = self.log_file.read_text(errors="replace")[-1500:]
-        raise RuntimeError(f"{self.peer.name} did not start; see {self.log_file}:\n{text}")
-
-    def cpu_s(self) -> float:
-        """CPU time of its process group so far; 0 where there is no /proc."""
-        ticks = 0
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = path.read_text().rpartition(") ")[2].split()
-            except OSError:
-                continue  # it has just ended
-            if int(fields[2]) == self.process.pid:
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,53 +59,6 @@ class Result:
     errors: tuple[str, ...]
     is_bad: bool
     idle_cpu: float  # cores that the other servers used meanwhile
-
-
-def environment(peer: Peer, cache: Path) -> Path:
-    """The Python of the peer's environment; made when its requirements changed."""
-    if not peer.requirements:
-        return Path(sys.executable)
-    wanted = hashlib.sha256("\n".join(peer.requirements).encode()).hexdigest()[:12]
-    folder = cache / f"{Path(peer.script or '').stem}-{wanted}"
-    python = folder / "bin" / "python"
-    if not (folder / "ready").is_file():
-        shutil.rmtree(folder, ignore_errors=True)
-        log.info("setting up %s in %s", peer.name, folder)
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        command = [str(python), "-m", "pip", "install", "--quiet", *peer.requirements]
-        subprocess.run(command, check=True)
-        (folder / "ready").touch()
-    return python
-
-
-def command_of(peer: Peer, python: Path, *, model: Path, port: int, threads: int) -> list[str]:
-    if peer.script is None:
-        common = ["-m", "palmette.server", "serve", "--max-running", str(STREAMS)]
-        common += ["--token-budget", str(STEP_TOKENS)]
-    else:
-        common = [str(FOLDER / peer.script), "--streams", str(STREAMS)]
-        common += ["--context", str(CONTEXT), "--step-tokens", str(STEP_TOKENS)]
-    common += ["--model", str(model), "--port", str(port), "--threads", str(threads)]
-    return [str(python), *common, "--kv-tokens", str(KV_TOKENS), *peer.arguments]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-@contextmanager
-def running(peer: Peer, *, model: Path, threads: int, cache: Path) -> Iterator[Server]:
-    python = environment(peer, cache)
-    port = free_port()
-    command = command_of(peer, python, model=model, port=port, threads=threads)
-    log.info("starting %s", peer.name)
-    server = Server(peer, command, f"http://127.0.0.1:{port}", cache / f"{peer.name}.log")
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.stop()
 
 
 def measure_one(
@@ -389,11 +228,15 @@ def _cell(server: dict[str, Any], figure: str) -> str:
     return shown + ("" if ratio is None else f" ({ratio:.{1 if ratio >= 10 else 2}f}x)")
 
 
-def versions(python: Path) -> list[str]:
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", "freeze"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    names = ("xllamacpp", "openvino", "torch", "transformers", "numpy", "llguidance")
-    return [line for line in done.stdout.splitlines() if line.startswith(names)]
+def encoded(model: Path, encoding: str, cache: Path) -> Path:
+    """The same weights in another block encoding, kept in the cache."""
+    status = model.stat()
+    digest = hashlib.sha256(f"{model} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()
+    target = cache / f"{model.stem}-{digest[:8]}-{encoding}.gguf"
+    if not target.is_file():
+        log.info("writing %s", target)
+        requantise(model, target, encoding)
+    return target
 
 
 def commit() -> str:
@@ -406,6 +249,11 @@ def commit() -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a name or a .gguf file")
+    parser.add_argument(
+        "--encoding",
+        choices=list(FILE_TYPES),
+        help="requantise the file to this first, for every server",
+    )
     parser.add_argument("--servers", default=",".join(DEFAULT_PEERS), help=", ".join(PEERS))
     parser.add_argument("--workloads", default="all", help=", ".join(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
@@ -434,6 +282,8 @@ def main() -> int:
     cache = Path(platformdirs.user_cache_dir("palmette")) / "peers"
     cache.mkdir(parents=True, exist_ok=True)
     model = resolve_model(args.model).resolve()
+    if args.encoding:
+        model = encoded(model, args.encoding, cache)
     count, _ = token_counter(str(model), "")
     options = BenchOptions(scale=args.scale, seed=args.seed)
     left_out: dict[str, str] = {}
