@@ -6,25 +6,39 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from .node import TOKEN_BYTES, Lease, Node, TreeNode, decode
 from .pages import PageAllocator
-from .policy import LRU, is_evictable_leaf
+from .pins import Pin
+from .policy import is_evictable_leaf
+from .tenants import Tenants, tenant_of
 
 Roots = Mapping[tuple[str, ...], Node]
 
 
 def check(
-    roots: Roots, leases: list[Lease], allocator: PageAllocator, leaves: LRU, *, page_size: int
+    roots: Roots,
+    leases: list[Lease],
+    pins: list[Pin],
+    allocator: PageAllocator,
+    tenants: Tenants,
+    *,
+    page_size: int,
 ) -> None:
     """Raise AssertionError unless
 
     - free + private + tree pages are all pages, each once, with the right reference counts;
     - edges are whole pages, keyed by their first page; positions add up;
-    - locks of a node == open leases whose path holds it; what nobody holds is ready;
+    - locks of a node == open leases and pins whose path holds it; what nobody holds is ready;
     - ready and claimed tokens of a path have no gaps, and each claimed token has one claimer;
     - every unlocked leaf waits in the eviction order;
+    - each tenant's pages and pinned pages are what its books say;
     - a lease's pages and tokens are its path's.
     """
     holders: dict[int, int] = {}
     locks: dict[int, int] = {}
+    pinned: dict[int, int] = {}
+    for pin in pins:
+        for node in pin.tail.path():
+            locks[id(node)] = locks.get(id(node), 0) + 1
+            pinned[id(node)] = pinned.get(id(node), 0) + 1
     for lease in leases:
         _check_lease(lease, roots, page_size)
         for node in lease._tail.path():
@@ -38,12 +52,15 @@ def check(
         for node in walk(root):
             _check_node(node, page_size)
             _require(node.locks == locks.get(id(node), 0), f"node at {node.start}: wrong locks")
+            _require(node.pins == pinned.get(id(node), 0), f"node at {node.start}: wrong pins")
+            _require(node.pins == 0 or node.ready == node.size, "pinned but not ready")
             for page in node.pages:
                 _require(page not in holders, f"page {page} is held twice")
                 holders[page] = 1
             if is_evictable_leaf(node):
-                _require(leaves.holds(node), f"leaf at {node.start} can never be evicted")
+                _require(tenants.holds(node), f"leaf at {node.start} can never be evicted")
     allocator.check(holders)
+    _check_tenants(roots, leases, pins, tenants, page_size)
     _check_claims(roots, leases)
 
 
@@ -129,6 +146,27 @@ def _check_lease(lease: Lease, roots: Roots, page_size: int) -> None:
     claimed = all(node.claimed == node.size for node in nodes)
     _require(ready or lease._ready == end, "private tokens ready below a gap")
     _require(claimed or lease._claimed == end, "private tokens claimed below a gap")
+
+
+def _check_tenants(
+    roots: Roots, leases: list[Lease], pins: list[Pin], tenants: Tenants, page_size: int
+) -> None:
+    pages: dict[tuple[str, ...], set[int]] = {}
+    pinned: dict[tuple[str, ...], int] = {}
+    for namespace, root in roots.items():
+        name = tenant_of(namespace)
+        for node in walk(root):
+            _require(node.tenant is root.tenant, f"node at {node.start}: another tenant's")
+            pages.setdefault(name, set()).update(node.pages)
+            pinned[name] = pinned.get(name, 0) + (len(node.pages) if node.pins else 0)
+    for lease in leases:
+        *_, root = lease._tail.path()
+        private = lease.page_ids[lease._tail.end // page_size :]
+        pages.setdefault(tenant_of(root.namespace), set()).update(private)
+    tenants.check({name: len(held) for name, held in pages.items()})
+    for pin in pins:
+        wanted = pinned[pin.tenant.name]
+        _require(pin.tenant.num_pinned == wanted, f"{pin.tenant.name}: wrong pinned pages")
 
 
 def _check_claims(roots: Roots, leases: list[Lease]) -> None:

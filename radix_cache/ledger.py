@@ -12,13 +12,15 @@ from .node import Node
 class MissReason(StrEnum):
     """Why a lease's `num_matched` is below its number of tokens minus one.
 
-    That another namespace holds the same tokens is not a reason: telling so would let one tenant
-    test what another has sent.
+    Whether another tenant holds the same tokens is never told: it would let one test what the
+    other has sent.
     """
 
     NEVER_SEEN = "never_seen"
     PAGE_ROUNDING = "page_rounding"  # only whole pages match, and never the last token
     EVICTED = "evicted"  # was there, recently
+    OTHER_NAMESPACE = "other_namespace"  # the same tenant has it, under another salt
+    TOKEN_BOUNDARY = "token_boundary"  # noqa: S105 - the same text is there, cut into other tokens
     MATCH_LIMIT = "match_limit"  # max_match
     CACHE_OFF = "cache_off"
 
@@ -41,20 +43,39 @@ class TokenCounts:
     misses: dict[MissReason, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """When a page went, on the tree's logical clock, and for whom."""
+
+    clock: int
+    tenant: tuple[str, ...]  # of whoever needed the page
+    owner: str  # the request that needed it; empty when nobody did
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """Why a lease found no more; `eviction` with the reason EVICTED only."""
+
+    reason: MissReason
+    eviction: Eviction | None = None
+
+
 class EvictedKeys:
     """Where children were evicted lately: (node, first page) pairs, oldest forgotten first."""
 
     def __init__(self, max_entries: int = 4096) -> None:
         self._max_entries = max_entries
-        self._entries: OrderedDict[tuple[Node, bytes], None] = OrderedDict()  # O(1) at both ends
+        # O(1) at both ends
+        self._entries: OrderedDict[tuple[Node, bytes], Eviction] = OrderedDict()
 
-    def add(self, node: Node, key: bytes) -> None:
-        self._entries[node, key] = None
+    def add(self, node: Node, key: bytes, eviction: Eviction) -> None:
+        self._entries[node, key] = eviction
+        self._entries.move_to_end((node, key))
         if len(self._entries) > self._max_entries:
             self._entries.popitem(last=False)
 
-    def contains(self, node: Node, key: bytes) -> bool:
-        return (node, key) in self._entries
+    def get(self, node: Node, key: bytes) -> Eviction | None:
+        return self._entries.get((node, key))
 
     def clear(self) -> None:
         self._entries.clear()

@@ -16,8 +16,27 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .ledger import Miss
+    from .tenants import Tenant
 
 TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """What whoever uses a prefix knows about it; policies of eviction read it off the nodes."""
+
+    owner: str = ""  # request id, for the ledger
+    priority: int = 0
+    future_uses: int = 0  # later leases that will begin with these tokens
+    expires_at: float = inf  # seconds on the tree's timer: from then on the first to go
+
+
+PLAIN_USE = Use()
 
 
 def encode(token_ids: Sequence[int]) -> bytes:
@@ -40,15 +59,22 @@ class Node:
     __slots__ = (
         "children",
         "claimed",
+        "digests",
         "edge",
+        "expires_at",
+        "future_uses",
         "last_use",
         "locks",
         "namespace",
+        "num_uses",
         "pages",
         "parent",
+        "pins",
+        "priority",
         "ready",
         "size",
         "start",
+        "tenant",
     )
 
     def __init__(self, parent: Node | None, start: int, edge: bytes | bytearray, pages: array[int]):
@@ -60,9 +86,16 @@ class Node:
         self.size = len(edge) // TOKEN_BYTES  # tokens of the edge
         self.ready = 0
         self.claimed = 0
-        self.locks = 0  # open leases whose path holds this node
+        self.locks = 0  # open leases and pins whose path holds this node
+        self.pins = 0  # the pins among them
         self.last_use = 0  # logical clock
+        self.num_uses = 0  # leases that began with it
+        self.priority = 0  # the highest of its users
+        self.future_uses = 0  # leases that are still announced
+        self.expires_at = inf
+        self.digests: list[bytes] | None = None  # of its pages, when `store` has asked
         self.namespace: tuple[str, ...] = ()  # of a root
+        self.tenant: Tenant | None = None if parent is None else parent.tenant
 
     @property
     def end(self) -> int:
@@ -75,6 +108,20 @@ class Node:
             yield node
             node = node.parent
 
+    def start_use(self, use: Use, clock: int) -> None:
+        """Its first user made it."""
+        self.num_uses, self.last_use = 1, clock
+        self.priority, self.future_uses = use.priority, use.future_uses
+        self.expires_at = use.expires_at
+
+    def note_use(self, use: Use, clock: int) -> None:
+        """One more lease begins with it: one of the uses that were announced, if any was."""
+        self.num_uses += 1
+        self.last_use = clock
+        self.priority = max(self.priority, use.priority)
+        self.future_uses = max(self.future_uses - 1, use.future_uses, 0)
+        self.expires_at = max(self.expires_at, use.expires_at)
+
     def split(self, num_tokens: int, num_pages: int) -> Node:
         """Cut the edge: a new parent takes the first `num_tokens`, this node keeps the rest.
 
@@ -85,7 +132,11 @@ class Node:
         cut = num_tokens * TOKEN_BYTES
         key_bytes = cut // num_pages
         upper = Node(parent, self.start, self.edge[:cut], self.pages[:num_pages])
-        upper.locks, upper.last_use = self.locks, self.last_use
+        upper.locks, upper.pins, upper.last_use = self.locks, self.pins, self.last_use
+        upper.num_uses, upper.priority = self.num_uses, self.priority
+        upper.future_uses, upper.expires_at = self.future_uses, self.expires_at
+        if self.digests is not None:
+            upper.digests, self.digests = self.digests[:num_pages], self.digests[num_pages:]
         upper.ready, upper.claimed = min(self.ready, num_tokens), min(self.claimed, num_tokens)
         parent.children[bytes(self.edge[:key_bytes])] = upper
         del self.edge[:cut], self.pages[:num_pages]
@@ -95,6 +146,40 @@ class Node:
         self.size -= num_tokens
         self.ready, self.claimed = self.ready - upper.ready, self.claimed - upper.claimed
         return upper
+
+
+def walk_down(node: Node, data: bytes, limit: int, page_bytes: int) -> tuple[Node, int]:
+    """Follow `data` below `node`, to at most `limit` bytes from the root.
+
+    Returns the last node reached and how many bytes of its edge match: whole pages, at least
+    one unless it is `node`, and all of them unless the path ends inside the edge.
+    """
+    depth = node.end * TOKEN_BYTES
+    while depth + page_bytes <= limit:
+        child = node.children.get(data[depth : depth + page_bytes])
+        if child is None:
+            break
+        edge = child.edge
+        if depth + len(edge) > limit or not data.startswith(edge, depth):
+            return child, _common_bytes(edge, data[depth:limit], page_bytes)
+        node = child
+        depth += len(edge)
+    return node, len(node.edge)
+
+
+def _common_bytes(edge: bytearray, data: bytes, page_bytes: int) -> int:
+    """Bytes of the whole pages, at least one, that `edge` and `data` start with alike."""
+    same, limit = 1, min(len(edge), len(data)) // page_bytes  # in pages
+    if edge[: limit * page_bytes] == data[: limit * page_bytes]:
+        return limit * page_bytes
+    while limit - same > 1:  # the first `same` pages are equal, the first `limit` are not
+        middle = (same + limit) // 2
+        part = slice(same * page_bytes, middle * page_bytes)
+        if edge[part] == data[part]:
+            same = middle
+        else:
+            limit = middle
+    return same * page_bytes
 
 
 class Lease:
@@ -111,17 +196,19 @@ class Lease:
         "_ready",
         "_tail",
         "_written",
-        "miss_reason",
+        "miss",
         "num_matched",
         "num_matched_ready",
         "page_ids",
+        "use",
     )
 
-    def __init__(self, data: bytes, tail: Node, page_ids: list[int]) -> None:
+    def __init__(self, data: bytes, tail: Node, page_ids: list[int], use: Use = PLAIN_USE) -> None:
+        self.use = use
         self.page_ids = page_ids  # in order; those up to the tail's end are the tree's
         self.num_matched = 0  # tokens found at acquire: computed, or in work for another lease
         self.num_matched_ready = 0  # the part of them that was computed
-        self.miss_reason: str | None = None
+        self.miss: Miss | None = None  # why it found no more at acquire
         self._data = bytearray(data)  # all token ids, encoded
         self._tail = tail  # deepest node of the path
         self._own_start = 0  # nodes from here on were inserted for this lease
@@ -132,6 +219,10 @@ class Lease:
         self._claims: list[tuple[int, int]] = []  # unpublished [start, end), ascending
         self._written = 0  # told by publish; ahead of what is ready while a parent is not
         self._lost = 0  # end of the claims that fell with another lease's
+
+    @property
+    def miss_reason(self) -> str | None:
+        return None if self.miss is None else self.miss.reason
 
     @property
     def num_tokens(self) -> int:

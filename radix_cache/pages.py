@@ -59,13 +59,14 @@ class PageAllocator:
         for page in pages:
             self._references[page] += 1
 
-    def release(self, pages: Iterable[int]) -> None:
-        """One holder less; pages without holders become free.
+    def release(self, pages: Iterable[int]) -> int:
+        """One holder less; pages without holders become free. Returns how many did.
 
         Raises:
             ValueError: when a page is free already.
         """
         references, free = self._references, self._free
+        num_before = len(free)
         for page in pages:
             count = references[page] - 1
             if count < 0:
@@ -73,6 +74,7 @@ class PageAllocator:
             references[page] = count
             if count == 0:
                 free.append(page)
+        return len(free) - num_before
 
     def references(self, page: int) -> int:
         return self._references[page]

@@ -1,52 +1,125 @@
-"""The order of eviction: a heap of unlocked leaves by last use, with lazy deletion.
+"""The order of eviction: which unlocked leaf goes next.
 
-An entry is good while its node still is an unlocked leaf with that last use; others are dropped
-when they come up, and all of them once they are the larger part. O(log n) per push and pop.
+A policy is one small function from a node to a key; the smallest goes first. Keys change only
+while a node is used, and whoever changes one pushes the node again, so a heap with lazy deletion
+holds the order: O(log n) per push and pop, and never a walk over the tree.
+
+    lru        the longest unused
+    lfu        the fewest leases began with it, then the longest unused
+    slru       segmented: what a second lease used outlives what only one did
+    priority   the lowest priority of requests, then the longest unused
+    program    what nobody has announced to use again, then the longest unused
+
+Sources: LFU, SLRU and priority as in SGLang's evict_policy.py; here protection in `slru` ages, so
+that a segment of what was popular once cannot fill the pool for ever.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+from typing import Protocol
 
 from .node import Node
+
+Key = tuple[float, float]
+
+
+class EvictionPolicy(Protocol):
+    """Smaller goes first. Depends on what `Use` left on the node and on nothing that ages."""
+
+    def __call__(self, node: Node, /) -> Key: ...
+
+
+def lru(node: Node) -> Key:
+    return (node.last_use, 0)
+
+
+def lfu(node: Node) -> Key:
+    return (node.num_uses, node.last_use)
+
+
+def segmented_lru(protected_ticks: int) -> EvictionPolicy:
+    """Second and later uses count as `protected_ticks` of the logical clock younger."""
+
+    def slru(node: Node) -> Key:
+        bonus = protected_ticks if node.num_uses > 1 else 0
+        return (node.last_use + bonus, node.last_use)
+
+    return slru
+
+
+def priority(node: Node) -> Key:
+    return (node.priority, node.last_use)
+
+
+def program(node: Node) -> Key:
+    return (node.future_uses > 0, node.last_use)
+
+
+_POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+    "lru": lambda num_pages: lru,
+    "lfu": lambda num_pages: lfu,
+    "slru": segmented_lru,  # a pool's worth of one-page leases
+    "priority": lambda num_pages: priority,
+    "program": lambda num_pages: program,
+}
+POLICY_NAMES = tuple(_POLICIES)
+
+
+def policy_named(name: str, *, num_pages: int) -> EvictionPolicy:
+    """The policy for a pool of `num_pages`.
+
+    Raises:
+        ValueError: when there is none of that name.
+    """
+    if name not in _POLICIES:
+        raise ValueError(
+            f"eviction_policy: {name!r} is not known; use one of {', '.join(POLICY_NAMES)}"
+        )
+    return _POLICIES[name](num_pages)
 
 
 def is_evictable_leaf(node: Node) -> bool:
     return node.parent is not None and node.locks == 0 and not node.children
 
 
-class LRU:
-    """Least recently used first, by the logical clock in `Node.last_use`."""
+class LeafHeap:
+    """Unlocked leaves by a policy's key.
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Node]] = []
+    An entry is good while its node still is an unlocked leaf with that key; others are dropped
+    when they come up, and all of them once they are the larger part.
+    """
+
+    def __init__(self, policy: EvictionPolicy = lru) -> None:
+        self._policy = policy
+        self._heap: list[tuple[Key, int, Node]] = []
         self._num_pushed = 0  # breaks ties, so that nodes are never compared
         self._max_entries = 64
 
     def push(self, node: Node) -> None:
         """Enter a node that has just become an unlocked leaf, or was used as one."""
         self._num_pushed += 1
-        heapq.heappush(self._heap, (node.last_use, self._num_pushed, node))
+        heapq.heappush(self._heap, (self._policy(node), self._num_pushed, node))
         if len(self._heap) > self._max_entries:
-            good = {id(entry[2]): entry for entry in self._heap if _is_good(entry)}
+            good = {id(entry[2]): entry for entry in self._heap if self._is_good(entry)}
             self._heap = list(good.values())
             heapq.heapify(self._heap)
             self._max_entries = max(64, 2 * len(self._heap))
 
-    def oldest(self) -> Node | None:
+    def first(self) -> Node | None:
         """The next leaf to evict; stays in the heap until it is no leaf any more."""
         heap = self._heap
         while heap:
-            if _is_good(heap[0]):
+            if self._is_good(heap[0]):
                 return heap[0][2]
             heapq.heappop(heap)
         return None
 
     def holds(self, node: Node) -> bool:
         """Whether `node` has a good entry. O(n), for checks."""
-        return any(entry[2] is node and _is_good(entry) for entry in self._heap)
+        return any(entry[2] is node and self._is_good(entry) for entry in self._heap)
 
-
-def _is_good(entry: tuple[int, int, Node]) -> bool:
-    last_use, _, node = entry
-    return node.last_use == last_use and is_evictable_leaf(node)
+    def _is_good(self, entry: tuple[Key, int, Node]) -> bool:
+        node = entry[2]
+        return is_evictable_leaf(node) and self._policy(node) == entry[0]
