@@ -207,21 +207,22 @@ class Forest:
         """`count` pages; the caller has checked that they can be had."""
         missing = count - self._allocator.num_free
         if missing > 0:
-            self._evict(missing, tenant, owner)
+            self._evict(missing, tenant, owner, count)
         self._tenants.count(tenant, count)
         return self._allocator.allocate(count)
 
     def _free(self, tenant: Tenant, pages: Sequence[int]) -> None:
         self._tenants.count(tenant, -self._allocator.release(pages))
 
-    def _evict(self, num_pages: int, tenant: Tenant | None, owner: str) -> int:
+    def _evict(self, num_pages: int, tenant: Tenant | None, owner: str, wanted: int = 0) -> int:
         name = () if tenant is None else tenant.name
         eviction, freed = Eviction(self._clock, name, owner), 0
         while freed < num_pages:
-            node = self._tenants.victim(tenant, num_pages - freed)
-            if node is None:
+            victim = self._tenants.victim(tenant, wanted)
+            if victim is None:
                 break
-            count = min(len(node.pages), num_pages - freed)
+            node, most = victim
+            count = min(most, num_pages - freed)
             keep = len(node.pages) - count
             self.counts.evicted_tokens += count * self.page_size
             if self.on_evict is not None:

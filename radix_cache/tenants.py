@@ -5,7 +5,7 @@ adapters of one tenant share its part. A tenant may use all that nobody else wan
 share it pays first:
 
     what has expired  ->  the asking tenant's own, when it is over its share
-                      ->  that of the tenant furthest over its share
+                      ->  those of another that is over its share
                       ->  the policy's first of all
 
 so while shares sum to no more than the pool, no tenant within its share loses a page to another.
@@ -91,21 +91,25 @@ class Tenants:
         if self._is_limited and node.tenant is not None:
             node.tenant.leaves.push(node)
 
-    def victim(self, asking: Tenant | None = None, num_pages: int = 0) -> Node | None:
-        """The leaf that gives pages next, for `asking`, who wants `num_pages` more."""
+    def victim(self, asking: Tenant | None = None, wanted: int = 0) -> tuple[Node, int] | None:
+        """The leaf that gives pages next, and at most how many.
+
+        `asking` is the tenant that gets `wanted` pages in all, free ones included.
+        """
         expired = self._timed.first()
         if expired is not None and expired.expires_at <= self._timer():
-            return expired
+            return expired, len(expired.pages)
         if self._is_limited:
-            if asking is not None and asking.num_pages + num_pages > self.max_pages:
-                own = asking.leaves.first()
-                if own is not None:
-                    return own
-            for tenant in sorted(self._over.values(), key=lambda t: -t.num_pages):
-                first = tenant.leaves.first()
-                if first is not None:
-                    return first
-        return self._leaves.first()
+            claims = [(tenant, 0) for _, tenant in sorted(self._over.items())]
+            if asking is not None:
+                claims.insert(0, (asking, wanted))
+            for tenant, more in claims:
+                excess = tenant.num_pages + more - self.max_pages
+                node = tenant.leaves.first() if excess > 0 else None
+                if node is not None:
+                    return node, min(len(node.pages), excess)
+        node = self._leaves.first()
+        return None if node is None else (node, len(node.pages))
 
     def holds(self, node: Node) -> bool:
         """Whether `node` waits in every order it belongs to. O(n), for checks."""

@@ -7,6 +7,9 @@ No edges, no splits, no heap, no cursors: every question is answered by looking 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
+
+from palmette.radix_cache.node import PLAIN_USE, Use
 
 Tokens = tuple[int, ...]
 Key = tuple[tuple[str, ...], Tokens]  # namespace, all tokens up to and including the page
@@ -22,8 +25,36 @@ class NoRoom(Exception):
 class Page:
     key: Key | None  # None: private
     last_use: int = 0
-    holders: set[int] = field(default_factory=set)  # lease numbers
+    holders: set[int] = field(default_factory=set)  # numbers of leases, and of pins, below 0
     state: dict[int, str] = field(default_factory=dict)  # offset -> ready, or lease's claim
+    num_uses: int = 1
+    priority: int = 0
+    future_uses: int = 0
+    expires_at: float = inf
+
+    def start_use(self, use: Use) -> None:
+        self.priority, self.future_uses = use.priority, use.future_uses
+        self.expires_at = use.expires_at
+
+    def note_use(self, use: Use, clock: int) -> None:
+        self.num_uses += 1
+        self.last_use = clock
+        self.priority = max(self.priority, use.priority)
+        self.future_uses = max(self.future_uses - 1, use.future_uses, 0)
+        self.expires_at = max(self.expires_at, use.expires_at)
+
+
+def eviction_key(policy: str, page: Page, num_pages: int) -> tuple[float, float]:
+    """What goes first, written out once more."""
+    if policy == "lfu":
+        return page.num_uses, page.last_use
+    if policy == "slru":
+        return page.last_use + (num_pages if page.num_uses >= 2 else 0), page.last_use
+    if policy == "priority":
+        return page.priority, page.last_use
+    if policy == "program":
+        return int(page.future_uses > 0), page.last_use
+    return page.last_use, 0
 
 
 @dataclass(eq=False)
@@ -35,13 +66,28 @@ class ModelLease:
     num_matched: int = 0
     num_matched_ready: int = 0
     own_start: int = 0
+    use: Use = PLAIN_USE
     written: set[int] = field(default_factory=set)  # published, perhaps resting on nothing yet
     claims: dict[int, int] = field(default_factory=dict)  # position -> order of claiming
     lost: int = 0
 
 
 class Model:
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_cache: bool,
+        policy: str = "lru",
+        share: float = 1.0,
+        pin_share: float = 0.25,
+    ) -> None:
+        self.policy = policy
+        self.max_tenant = max(1, int(share * num_pages))
+        self.max_pinned = int(pin_share * num_pages)
+        self.now = 0.0
+        self.pins: dict[Key, tuple[int, float]] = {}  # by its last page: number, when it ends
+        self.num_pins = 0
         self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache
         self.tree: dict[Key, Page] = {}
         self.leases: list[ModelLease] = []
@@ -98,7 +144,11 @@ class Model:
     # Changing.
 
     def acquire(
-        self, namespace: tuple[str, ...], tokens: list[int], max_match: int | None
+        self,
+        namespace: tuple[str, ...],
+        tokens: list[int],
+        max_match: int | None,
+        use: Use = PLAIN_USE,
     ) -> ModelLease:
         pages = self.matched(namespace, tokens, max_match)
         needed = -(-len(tokens) // self.page_size) - len(pages)
@@ -107,12 +157,12 @@ class Model:
         if needed > room:
             raise NoRoom(needed, room)
         self.clock += 1
-        lease = ModelLease(self.num_made, namespace, list(tokens), pages)
+        lease = ModelLease(self.num_made, namespace, list(tokens), pages, use=use)
         self.num_made += 1
         for page in pages:
             page.holders.add(lease.number)
-            page.last_use = self.clock
-        self.evict(needed - free)
+            page.note_use(use, self.clock)
+        self.evict(needed - free, namespace, needed)
         lease.num_matched = lease.own_start = len(pages) * self.page_size
         whole, first = len(tokens) // self.page_size, len(pages)
         known = first < whole and self.key(namespace, tokens, first) in self.tree
@@ -120,6 +170,7 @@ class Model:
             planned = self.prefix_cache and index < whole and not known
             page = Page(self.key(namespace, tokens, index) if planned else None, self.clock)
             page.holders.add(lease.number)
+            page.start_use(use)
             pages.append(page)
             if page.key is not None:
                 self.tree[page.key] = page
@@ -127,19 +178,90 @@ class Model:
         self.leases.append(lease)
         return lease
 
-    def evict(self, count: int) -> int:
+    def evict(self, count: int, asking: tuple[str, ...] | None = None, wanted: int = 0) -> int:
         freed = 0
         while freed < count:
             leaves = [page for page in self.tree.values() if not page.holders]
             leaves = [page for page in leaves if not self.children(page)]
             if not leaves:
                 break
-            oldest = min(leaves, key=lambda page: page.last_use)
-            assert sum(page.last_use == oldest.last_use for page in leaves) == 1
-            assert oldest.key is not None
-            del self.tree[oldest.key]
+            victim = self.victim(leaves, None if asking is None else asking[:2], wanted)
+            assert victim.key is not None
+            del self.tree[victim.key]
             freed += 1
         return freed
+
+    def victim(self, leaves: list[Page], asking: tuple[str, ...] | None, wanted: int) -> Page:
+        expired = [page for page in leaves if page.expires_at <= self.now]
+        if expired:
+            return min(expired, key=lambda page: (page.expires_at, page.last_use))
+        held = self.pages_by_tenant()
+        pools = []
+        if self.max_tenant < self.num_pages:
+            over = sorted(name for name in held if held[name] > self.max_tenant)
+            if asking is not None and held.get(asking, 0) + wanted > self.max_tenant:
+                over.insert(0, asking)
+            pools = [[p for p in leaves if p.key and p.key[0][:2] == name] for name in over]
+        pool = next((pool for pool in pools if pool), leaves)
+        keys = [eviction_key(self.policy, page, self.num_pages) for page in pool]
+        assert keys.count(min(keys)) == 1
+        return pool[keys.index(min(keys))]
+
+    def pages_by_tenant(self) -> dict[tuple[str, ...], int]:
+        held: dict[tuple[str, ...], set[int]] = {}
+        for key, page in self.tree.items():
+            held.setdefault(key[0][:2], set()).add(id(page))
+        for lease in self.leases:
+            held.setdefault(lease.namespace[:2], set()).update(id(page) for page in lease.pages)
+        return {name: len(pages) for name, pages in held.items()}
+
+    # Pins.
+
+    def pin(self, namespace: tuple[str, ...], tokens: list[int], expires_at: float) -> int:
+        """How many tokens are pinned; NoRoom when the quota is used up."""
+        pages: list[Page] = []
+        for index in range(len(tokens) // self.page_size):
+            page = self.tree.get(self.key(namespace, tokens, index))
+            if page is None or self.page_ready(page) < self.page_size:
+                break
+            pages.append(page)
+        if not pages:
+            return 0
+        needed = sum(not self.is_pinned(page) for page in pages)
+        if needed > self.pin_room(namespace):
+            raise NoRoom(needed, self.pin_room(namespace))
+        last = pages[-1].key
+        assert last is not None
+        if last in self.pins:
+            number, until = self.pins[last]
+            self.pins[last] = number, max(until, expires_at)
+        else:
+            self.num_pins += 1
+            self.pins[last] = -self.num_pins, expires_at
+            for page in pages:
+                page.holders.add(-self.num_pins)
+        return len(pages) * self.page_size
+
+    def is_pinned(self, page: Page) -> bool:
+        return any(number < 0 for number in page.holders)
+
+    def pin_room(self, namespace: tuple[str, ...]) -> int:
+        pinned = [key for key, page in self.tree.items() if self.is_pinned(page)]
+        own = sum(key[0][:2] == namespace[:2] for key in pinned)
+        return max(0, min(self.max_pinned - own, self.num_pages // 2 - len(pinned)))
+
+    def let_go(self, last: Key) -> None:
+        number, _ = self.pins.pop(last)
+        for key, page in self.tree.items():
+            if number in page.holders and key[0] == last[0]:
+                page.holders.discard(number)
+                page.last_use = self.clock
+
+    def advance(self, now: float) -> None:
+        self.now = now
+        due = [(until, last) for last, (_, until) in self.pins.items() if until <= now]
+        for _, last in sorted(due):
+            self.let_go(last)
 
     def children(self, page: Page) -> list[Page]:
         assert page.key is not None
@@ -202,7 +324,7 @@ class Model:
         free = self.num_pages - self.num_used()
         if needed > 0 and needed > free + self.num_evictable():
             raise NoRoom(needed, free + self.num_evictable())
-        self.evict(needed - free)
+        self.evict(needed - free, lease.namespace, needed)
         lease.tokens += tokens
         lease.pages += [Page(None, holders={lease.number}) for _ in range(needed)]
 
@@ -220,16 +342,22 @@ class Model:
         if self.prefix_cache and not known and all(len(page.holders) == 1 for page in private):
             for index, page in enumerate(private, num_tree):
                 page.key = self.key(lease.namespace, lease.tokens, index)
+                page.start_use(lease.use)
+                page.num_uses = 1
                 self.tree[page.key] = page
         forked = ModelLease(
-            self.num_made, lease.namespace, list(lease.tokens), lease.pages[:num_shared]
+            self.num_made,
+            lease.namespace,
+            list(lease.tokens),
+            lease.pages[:num_shared],
+            use=lease.use,
         )
         self.num_made += 1
         for page in forked.pages:
             page.holders.add(forked.number)
             if page.key is not None:
-                page.last_use = self.clock
-        self.evict(needed - free)
+                page.note_use(lease.use, self.clock)
+        self.evict(needed - free, lease.namespace, needed)
         forked.own_start = self.page_size * sum(page.key is not None for page in forked.pages)
         forked.pages += [Page(None, holders={forked.number}) for _ in range(needed)]
         for position in range(num_shared * self.page_size, ready):
@@ -277,9 +405,12 @@ class Model:
             page = lease.pages[index]
             page.key = self.key(lease.namespace, lease.tokens, index)
             page.last_use = self.clock
+            page.start_use(lease.use)
             self.tree[page.key] = page
 
     def flush(self) -> bool:
+        for last in list(self.pins):
+            self.let_go(last)
         self.evict(self.num_pages)
         return not self.leases
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from palmette.radix_cache.tree import Lease, PagesExhausted, RadixTree
+from palmette.radix_cache.node import PLAIN_USE
+from palmette.radix_cache.policy import POLICY_NAMES
+from palmette.radix_cache.tree import Lease, PagesExhausted, PinQuotaExceeded, RadixTree, Use
 
-NAMESPACES = [(), ("a",), ("a", "b"), ("ab",)]
+NAMESPACES = [(), ("a",), ("a", "b"), ("ab",), ("a", "b", "c")]
 TOKENS = st.integers(0, 2)
 MANY = st.integers(0, 10**6)
 
@@ -31,11 +34,28 @@ class TreeMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 4, 16]),
         num_pages=st.integers(4, 24),
         prefix_cache=st.integers(0, 15).map(bool),  # off in one of 16
+        policy=st.sampled_from(POLICY_NAMES),
+        share=st.sampled_from([1.0, 1.0, 0.5, 0.25]),
     )
-    def start(self, page_size: int, num_pages: int, prefix_cache: bool) -> None:
+    def start(
+        self,
+        page_size: int,
+        num_pages: int,
+        prefix_cache: bool,
+        policy: str = "lru",
+        share: float = 1.0,
+    ) -> None:
         self.page_size = page_size
-        self.tree = RadixTree(num_pages=num_pages, page_size=page_size, prefix_cache=prefix_cache)
-        self.model = radix_model.Model(num_pages, page_size, prefix_cache)
+        self.tree = RadixTree(
+            num_pages=num_pages,
+            page_size=page_size,
+            prefix_cache=prefix_cache,
+            policy=policy,
+            tenant_share=share,
+            pin_share=0.4,
+            timer=lambda: self.model.now,
+        )
+        self.model = radix_model.Model(num_pages, page_size, prefix_cache, policy, share, 0.4)
         self.kv = radix_model.SimulatedKV(page_size)
         self.pairs: list[tuple[Lease, Any]] = []
         self.seen: list[list[int]] = [[0]]
@@ -55,6 +75,9 @@ class TreeMachine(RuleBasedStateMachine):
         cut=MANY,
         words=st.lists(TOKENS, max_size=10),
         max_match=st.none() | st.integers(0, 30),
+        priority=st.integers(-1, 1),
+        future_uses=st.integers(0, 2),
+        ttl=st.none() | st.integers(0, 3),
     )
     def acquire(
         self,
@@ -63,8 +86,13 @@ class TreeMachine(RuleBasedStateMachine):
         cut: int,
         words: list[int],
         max_match: int | None,
+        priority: int = 0,
+        future_uses: int = 0,
+        ttl: int | None = None,
     ) -> None:
-        self.acquire_ids(namespace, self.prompt(base, cut, words), max_match)
+        expires_at = math.inf if ttl is None else self.model.now + ttl
+        use = Use(priority=priority, future_uses=future_uses, expires_at=expires_at)
+        self.acquire_ids(namespace, self.prompt(base, cut, words), max_match, use)
 
     @precondition(lambda self: self.pairs)
     @rule(number=MANY, cut=MANY, words=st.lists(TOKENS, max_size=4))
@@ -78,21 +106,25 @@ class TreeMachine(RuleBasedStateMachine):
         self.acquire_ids((), self.prompt(base, -1, words), None)
 
     def acquire_ids(
-        self, namespace: tuple[str, ...], ids: list[int], max_match: int | None
+        self,
+        namespace: tuple[str, ...],
+        ids: list[int],
+        max_match: int | None,
+        use: Use = PLAIN_USE,
     ) -> None:
         pages = self.model.matched(namespace, ids, None)
         assert self.tree.match(ids, namespace) == len(pages) * self.page_size
         try:
-            wanted = self.model.acquire(namespace, ids, max_match)
+            wanted = self.model.acquire(namespace, ids, max_match, use)
         except radix_model.NoRoom as no_room:
             before = self.tree.snapshot()
             with pytest.raises(PagesExhausted) as raised:
-                self.tree.acquire(ids, namespace, max_match=max_match)
+                self.tree.acquire(ids, namespace, max_match=max_match, use=use)
             assert raised.value.needed == no_room.needed
             assert raised.value.available == no_room.available
             assert self.tree.snapshot() == before
             return
-        lease = self.tree.acquire(ids, namespace, max_match=max_match)
+        lease = self.tree.acquire(ids, namespace, max_match=max_match, use=use)
         assert lease.num_matched == wanted.num_matched
         assert lease.num_matched_ready == wanted.num_matched_ready
         self.pairs.append((lease, wanted))
@@ -226,6 +258,33 @@ class TreeMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="released"):
             self.tree.release(lease)
 
+    @rule(namespace=st.sampled_from(NAMESPACES), base=MANY, ttl=st.integers(1, 3))
+    def pin(self, namespace: tuple[str, ...], base: int, ttl: int) -> None:
+        ids = self.seen[base % len(self.seen)]
+        expires_at = self.model.now + ttl
+        try:
+            num_tokens = self.model.pin(namespace, ids, expires_at)
+        except radix_model.NoRoom:
+            before = self.tree.snapshot()
+            with pytest.raises(PinQuotaExceeded):
+                self.tree.pin(ids, namespace, expires_at=expires_at)
+            assert self.tree.snapshot() == before
+            return
+        assert self.tree.pin(ids, namespace, expires_at=expires_at) == num_tokens
+
+    @rule(seconds=st.integers(1, 2))
+    def wait(self, seconds: int) -> None:
+        self.model.advance(self.model.now + seconds)
+        self.tree.expire_pins()
+
+    @precondition(lambda self: self.model.pins)
+    @rule(number=MANY)
+    def unpin(self, number: int) -> None:
+        last = list(self.model.pins)[number % len(self.model.pins)]
+        self.model.let_go(last)
+        assert self.tree.unpin(last[1], last[0])
+        assert not self.tree.unpin(last[1], last[0])
+
     @rule(num_pages=st.integers(0, 6))
     def evict_or_flush(self, num_pages: int) -> None:
         if num_pages == 0:
@@ -308,7 +367,13 @@ def live(seed: int, steps: int) -> None:
     """One life by plain random numbers: more leases at once than hypothesis likes to draw."""
     rng = random.Random(seed)
     machine = TreeMachine()
-    machine.start(rng.choice([1, 1, 2, 4, 16]), rng.randint(6, 60), rng.random() < 0.95)
+    machine.start(
+        rng.choice([1, 1, 2, 4, 16]),
+        rng.randint(6, 60),
+        rng.random() < 0.95,
+        rng.choice(POLICY_NAMES),
+        rng.choice([1.0, 0.5, 0.25]),
+    )
 
     def many() -> int:
         return rng.randrange(10**6)
@@ -319,12 +384,17 @@ def live(seed: int, steps: int) -> None:
     def rows() -> list[tuple[int, int]]:
         return [(many(), many()) for _ in range(rng.randint(2, 4))]
 
-    namespaces = NAMESPACES[: rng.randint(1, 4)]
+    namespaces = NAMESPACES[: rng.randint(1, 5)]
     fates = ["publish"] * 6 + ["unclaim", "abort", "nothing", "nothing"]
 
     def acquire() -> None:
         limit = rng.choice([None, many() % 30])
-        machine.acquire(rng.choice(namespaces), many(), many(), words(10), limit)
+        hints = rng.randint(-1, 1), rng.randint(0, 2), rng.choice([None, None, 1, 3])
+        machine.acquire(rng.choice(namespaces), many(), many(), words(10), limit, *hints)
+
+    def unpin() -> None:
+        if machine.model.pins:
+            machine.unpin(many())
 
     actions: list[tuple[float, Callable[[], None]]] = [
         (4, lambda: machine.acquire_sibling(many(), many(), words(4))),
@@ -338,6 +408,9 @@ def live(seed: int, steps: int) -> None:
         (1, lambda: machine.finish(many())),
         (1, lambda: machine.release(many(), rng.random() < 0.7)),
         (0.5, lambda: machine.evict_or_flush(rng.randint(0, 6))),
+        (0.7, lambda: machine.pin(rng.choice(namespaces), many(), rng.randint(1, 3))),
+        (0.3, lambda: machine.wait(rng.randint(1, 2))),
+        (0.1, unpin),
     ]
     weights, calls = zip(*actions, strict=True)
     for _ in range(steps):
