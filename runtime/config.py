@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from palmette.radix_cache.policy import POLICY_NAMES
+
 from .request import Limits
 
 
@@ -42,6 +44,9 @@ class EngineConfig:
     memory_fraction: float = 0.25
     context_length: int | None = None  # None: the model's own
     threads: int | None = None  # None: the cores this process may use
+    eviction_policy: str = "lru"  # lru, lfu, slru, priority, program
+    tenant_share: float = 1.0  # of the KV pool: a tenant that holds more evicts its own first
+    pin_share: float = 0.25  # of the KV pool: the most that one tenant may pin
     grammar_backend: str = "auto"
     grammar_cache_bytes: int = 256 * 1024 * 1024
     seed: int = 0  # of the generator that gives seeds to requests without one
@@ -53,7 +58,15 @@ class EngineConfig:
             raise ValueError(
                 f"page_size: {self.page_size} is not supported; use 1, 2, 4, 8, 16, 32, 64 or 128"
             )
-        if not 0.0 < self.memory_fraction <= 1.0:
+        for name in ("memory_fraction", "tenant_share"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(
+                    f"{name}: {getattr(self, name)} is out of range; must be in (0, 1]"
+                )
+        if not 0.0 <= self.pin_share <= 1.0:
+            raise ValueError(f"pin_share: {self.pin_share} is out of range; must be in [0, 1]")
+        if self.eviction_policy not in POLICY_NAMES:
             raise ValueError(
-                f"memory_fraction: {self.memory_fraction} is out of range; must be in (0, 1]"
+                f"eviction_policy: {self.eviction_policy!r} is not known; "
+                f"use one of {', '.join(POLICY_NAMES)}"
             )

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from palmette.kernels.sampling import SampleResult
-from palmette.radix_cache.tree import RadixTree, TreeNode
+from palmette.radix_cache.tree import TreeNode
 
 from .batch import BatchBuilder
+from .cache import PrefixCache
 from .commit import CommitHooks, Committer
 from .config import EngineConfig
 from .delivery import Delivery
@@ -74,11 +75,8 @@ class Engine:
         self._vocabulary = tokenizer.vocabulary(info.vocab_size)
         self._max_tokens = min(info.context_length, info.num_pages * info.page_size)
         self._random = random.Random(config.seed)  # noqa: S311 - seeds of samplers, no secrets
-        self._tree = RadixTree(
-            num_pages=info.num_pages,
-            page_size=info.page_size,
-            prefix_cache=config.scheduler.prefix_cache,
-        )
+        self.cache = PrefixCache(config, info, self._vocabulary, clock=clock)
+        self._tree = self.cache.tree
         max_running = min(config.scheduler.max_running, info.num_pages)
         self._table = SequenceTable(
             num_rows=max_running, max_pages=-(-self._max_tokens // info.page_size)
@@ -139,7 +137,9 @@ class Engine:
         """
         self._check(requests)
         now = self._clock()
-        for sequence in [self._make_sequence(request, now) for request in requests]:
+        sequences = [self._make_sequence(request, now) for request in requests]
+        self.cache.reserve_pins(requests)
+        for sequence in sequences:
             self._live[sequence.request_id] = sequence
             self._counters.accepted += 1
             self._scheduler.submit(sequence)
@@ -233,6 +233,7 @@ class Engine:
     def _advance(self, start: float) -> None:
         num_before = self._num_ended + self._scheduler.num_admissions
         self._expire(start)
+        self.cache.start_step()
         self._poll_grammars()
         plan = self._scheduler.plan(now=start)
         self._counters.plan_s += self._clock() - start
@@ -341,6 +342,9 @@ class Engine:
         self._num_stalls += 1
         if self._num_stalls >= MAX_STALLS:
             self._num_stalls = 0
+            if self._tree.unpin_all():
+                logger.warning("pins were let go: nothing else made room for a request")
+                return
             queue = self._scheduler.waiting or self._scheduler.running
             culprit = queue[0] if queue else next(iter(self._live.values()))
             message = f"request {culprit.request_id}: cannot be scheduled; it makes no progress"
@@ -415,6 +419,7 @@ class Engine:
         except Exception as fault:  # fault boundary: the request still ends
             sequence.status = Status.FINISHED
             logger.error("request %s: release failed", sequence.request_id, exc_info=fault)
+        self.cache.settle_pin(sequence.request)
         if self._compiling.pop(sequence.arrival, None) is not None and sequence.request.grammar:
             self._grammars.cancel(sequence.request.grammar)
         if self._live.get(sequence.request_id) is sequence:
@@ -462,6 +467,16 @@ class Engine:
     def flush_cache(self) -> bool:
         """Forget all prefixes; False when something still runs."""
         return self._tree.flush()
+
+    def pin(
+        self, ids: Sequence[int], namespace: tuple[str, ...] = (), *, seconds: float | None = None
+    ) -> int:
+        """Keep what is cached of `ids`, in whole pages; see `PrefixCache.pin`."""
+        return self.cache.pin(ids, namespace, seconds=seconds)
+
+    def unpin(self, ids: Sequence[int] | None, namespace: tuple[str, ...] = ()) -> int:
+        """Let go of the pin of `ids`, or of all of the tenant; returns how many there were."""
+        return self.cache.unpin(ids, namespace)
 
     def snapshot(self) -> TreeNode:
         """The tree of prefixes, for display."""

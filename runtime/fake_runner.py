@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -291,8 +291,12 @@ def fake_engine(
     runner: FakeRunner | None = None,
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
+    config: EngineConfig | None = None,
 ) -> Engine:
-    """A whole engine around a `FakeRunner` and a `ByteTokenizer`."""
+    """A whole engine around a `FakeRunner` and a `ByteTokenizer`.
+
+    `config` gives what has no argument of its own here.
+    """
     tokenizer = tokenizer or ByteTokenizer()
     scheduler = scheduler or SchedulerConfig()
     runner = runner or FakeRunner(
@@ -314,7 +318,8 @@ def fake_engine(
         limits=limits or Limits(),
     )
     return Engine(
-        config=EngineConfig(
+        config=replace(
+            config or EngineConfig(),
             model="fake",
             page_size=info.page_size,
             scheduler=scheduler,

@@ -109,6 +109,8 @@ class ReuseHint:
 
     group: str | None = None  # siblings that should be admitted together
     future_uses: int = 0  # how many later requests start with this one's tokens
+    ttl_s: float | None = None  # seconds after which its prefix is the first to be evicted
+    pin_s: float | None = None  # seconds after its end that its prompt stays whatever is evicted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,8 +277,17 @@ def check_request(request: Request, info: EngineInfo) -> None:
     start = request.logprobs.prompt_start
     if start is not None and not 0 <= start <= num_prompt:
         raise _out_of_range("logprob_start_len", start, f"0..{num_prompt}")
+    _check_hint(request.hint)
     if request.deadline_s is not None and not request.deadline_s > 0:
         raise _out_of_range("deadline_s", request.deadline_s, "> 0")
+
+
+def _check_hint(hint: ReuseHint) -> None:
+    if hint.future_uses < 0:
+        raise _out_of_range("future_uses", hint.future_uses, ">= 0")
+    for name, seconds in (("ttl_s", hint.ttl_s), ("pin_s", hint.pin_s)):
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise _out_of_range(name, seconds, "> 0 and finite")
 
 
 def _out_of_range(field: str, value: object, wanted: str) -> RequestError:

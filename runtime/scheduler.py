@@ -21,6 +21,7 @@ from palmette.constrained.backend import CompiledGrammar
 from palmette.radix_cache.pages import PagesExhausted
 from palmette.radix_cache.tree import RadixTree
 
+from .cache import use_of
 from .config import SchedulerConfig
 from .plan import Chunk, StepPlan
 from .sequence import SequenceState, SequenceTable, Status
@@ -336,6 +337,7 @@ class Scheduler:
             sequence.all_ids(),
             sequence.request.namespace,
             max_match=sequence.next_scored - 1 if sequence.is_scoring else None,
+            use=use_of(sequence.request, now=self._now),
         )
         try:
             self._table.place(sequence, lease)

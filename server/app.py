@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import admin_api, generate_api, openai_api
+from . import admin_api, cache_api, generate_api, openai_api
 from .auth import KeyRing
 from .calls import Call, CallTable
 from .config import ServerConfig
@@ -58,7 +58,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, codec: Codec) -> FastA
         },
     )
     app.state.palmette = context
-    for router in (openai_api.router, generate_api.router, admin_api.router):
+    for router in (openai_api.router, generate_api.router, admin_api.router, cache_api.router):
         for route in router.routes:
             if isinstance(route, APIRoute):
                 _add_route(app, route, config)

@@ -57,6 +57,10 @@ class ServedEngine(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None: ...
     def step(self) -> list[Output]: ...
     def flush_cache(self) -> bool: ...
+    def pin(
+        self, ids: Sequence[int], namespace: tuple[str, ...], *, seconds: float | None
+    ) -> int: ...
+    def unpin(self, ids: Sequence[int] | None, namespace: tuple[str, ...]) -> int: ...
     def stats(self) -> EngineStats: ...
     def close(self) -> None: ...
 
@@ -144,10 +148,24 @@ def _handle(
             engine.abort(request_ids)
         case frames.Flush(call_id=call_id):
             transport.send(frames.Flushed(call_id, engine.flush_cache()))
+        case frames.Pin() | frames.Unpin():
+            transport.send(_pin(engine, message))
         case frames.Ping(call_id=call_id):
             transport.send(frames.Pong(call_id, num_steps, engine.stats()))
         case frames.Start():
             raise frames.FrameError("Start may only be the first frame")
+
+
+def _pin(engine: ServedEngine, message: frames.Pin | frames.Unpin) -> frames.Pinned:
+    try:
+        if isinstance(message, frames.Unpin):
+            count = engine.unpin(message.ids, message.namespace)
+        else:
+            count = engine.pin(message.ids, message.namespace, seconds=message.seconds)
+    except RequestError as error:
+        info = ErrorInfo(code=error.code, message=str(error), field=error.field)
+        return frames.Pinned(message.call_id, 0, info)
+    return frames.Pinned(message.call_id, count)
 
 
 def _submit(engine: ServedEngine, requests: Sequence[Request]) -> list[Output]:

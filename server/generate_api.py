@@ -22,6 +22,7 @@ from palmette.runtime.request import (
     FinishReason,
     LogprobOptions,
     Output,
+    ReuseHint,
     TokenLogprob,
 )
 
@@ -156,6 +157,7 @@ def _plans(
                 namespace=namespace,
                 priority=priority,
                 deadline_s=context.config.request_timeout_s,
+                hint=ReuseHint(pin_s=body.cache_pin_s, ttl_s=body.cache_ttl_s),
             )
         )
     return plans

@@ -21,6 +21,7 @@ from palmette.runtime.request import (
     LogprobOptions,
     Request,
     RequestError,
+    ReuseHint,
     SamplingParams,
     check_request,
 )
@@ -42,17 +43,19 @@ _RID = re.compile(r"[\x21-\x7e]+")
 MAX_PRIORITY = 2**31 - 1
 
 # our field -> the route's
-COMPLETION_NAMES = {
+_HINT_NAMES = {"pin_s": "cache_pin_s", "ttl_s": "cache_ttl_s"}
+PIN_NAMES = {"pin_s": "ttl_s"}
+COMPLETION_NAMES = _HINT_NAMES | {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "top_logprobs": "logprobs",
 }
-CHAT_NAMES = {
+CHAT_NAMES = _HINT_NAMES | {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "prompt": "messages",
 }
-GENERATE_NAMES = {
+GENERATE_NAMES = _HINT_NAMES | {
     "prompt": "input_ids",
     "seed": "sampling_seed",
     "top_logprobs": "top_logprobs_num",
@@ -70,6 +73,7 @@ class Plan:
     namespace: tuple[str, ...] = ()
     priority: int = 0
     deadline_s: float | None = None
+    hint: ReuseHint = field(default_factory=ReuseHint)
 
 
 def make_requests(
@@ -98,6 +102,7 @@ def make_requests(
                 namespace=plan.namespace,
                 priority=plan.priority,
                 deadline_s=plan.deadline_s,
+                hint=plan.hint,
             )
             if choice_index == 0:
                 try:

@@ -6,6 +6,8 @@ import dataclasses
 
 from fastapi import APIRouter, Request, Response
 
+from palmette.runtime.request import ReuseHint
+
 from .auth import Owner
 from .calls import Call
 from .context import ServerContext, context_of, read_struct
@@ -62,6 +64,7 @@ async def chat_completions(request: Request) -> Response:
         namespace=context.namespace(owner, cache_salt=body.cache_salt),
         priority=check_priority(body.priority),
         deadline_s=context.config.request_timeout_s,
+        hint=ReuseHint(pin_s=body.cache_pin_s, ttl_s=body.cache_ttl_s),
     )
     if body.continue_final_message:
         raise invalid("continue_final_message: is not supported", "continue_final_message")
@@ -104,6 +107,7 @@ async def completions(request: Request) -> Response:
         namespace=context.namespace(owner, cache_salt=body.cache_salt),
         priority=check_priority(body.priority),
         deadline_s=context.config.request_timeout_s,
+        hint=ReuseHint(pin_s=body.cache_pin_s, ttl_s=body.cache_ttl_s),
     )
     prompts: list[TokenIds] = []
     for item in items:

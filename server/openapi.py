@@ -14,8 +14,10 @@ from .schemas import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
+    PinBody,
     SamplingBody,
     TokenizeBody,
+    UnpinBody,
 )
 
 _BODIES: dict[str, type[msgspec.Struct]] = {
@@ -27,6 +29,8 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/detokenize": DetokenizeBody,
     "/v1/detokenize": DetokenizeBody,
     "/abort_request": AbortBody,
+    "/cache/pin": PinBody,
+    "/cache/unpin": UnpinBody,
 }
 _EMPTY_POSTS = ("/flush_cache", "/reset_prefix_cache", "/concate_and_append_request")
 _GETS = (

@@ -151,6 +151,12 @@ class AsyncEngine(Protocol):
     def submit(self, requests: Sequence[Request]) -> OutputStream: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
     async def flush_cache(self) -> bool: ...
+    async def pin(
+        self, ids: Sequence[int], namespace: tuple[str, ...], *, seconds: float | None
+    ) -> frames.Pinned: ...
+    async def unpin(
+        self, ids: Sequence[int] | None, namespace: tuple[str, ...]
+    ) -> frames.Pinned: ...
     async def stats(self) -> EngineStats | None: ...
     def status(self) -> EngineStatus: ...
     @property
@@ -170,7 +176,7 @@ class RemoteEngine:
         self._step = 0
         self._last_sign = time.monotonic()
         self._streams: dict[str, OutputStream] = {}
-        self._calls: dict[int, asyncio.Future[frames.Pong | frames.Flushed]] = {}
+        self._calls: dict[int, asyncio.Future[frames.Answer]] = {}
         self._num_calls = 0
         self._changed = asyncio.Event()
         self._transport: Transport[FromEngine] | None = None
@@ -261,6 +267,22 @@ class RemoteEngine:
         answer = await self._call(frames.Flush, timeout_s=5.0)
         return isinstance(answer, frames.Flushed) and answer.done
 
+    async def pin(
+        self, ids: Sequence[int], namespace: tuple[str, ...], *, seconds: float | None
+    ) -> frames.Pinned:
+        """Keep the cached prefix of `ids`; see `Engine.pin`."""
+        return await self._pin(lambda call_id: frames.Pin(call_id, ids, namespace, seconds))
+
+    async def unpin(self, ids: Sequence[int] | None, namespace: tuple[str, ...]) -> frames.Pinned:
+        """Let go of a pin, or of all of a tenant."""
+        return await self._pin(lambda call_id: frames.Unpin(call_id, ids, namespace))
+
+    async def _pin(self, make: Callable[[int], ToEngine]) -> frames.Pinned:
+        answer = await self._call(make, timeout_s=5.0)
+        if not isinstance(answer, frames.Pinned):
+            raise EngineUnavailable("the engine does not answer")
+        return answer
+
     async def stats(self) -> EngineStats | None:
         """Fresh counters; the last known ones when the engine does not answer in half a second."""
         await self._call(frames.Ping, timeout_s=0.5)
@@ -325,7 +347,7 @@ class RemoteEngine:
             case frames.Pong(call_id=call_id, step=step, stats=stats):
                 self._step, self._stats = step, stats
                 self._answer(call_id, message)
-            case frames.Flushed(call_id=call_id):
+            case frames.Flushed(call_id=call_id) | frames.Pinned(call_id=call_id):
                 self._answer(call_id, message)
             case frames.Ready(info=info):
                 self._info, self._state, self._detail = info, EngineState.READY, ""
@@ -344,13 +366,13 @@ class RemoteEngine:
         stream.push(output)
 
     async def _call(
-        self, make: Callable[[int], frames.Ping | frames.Flush], timeout_s: float
-    ) -> frames.Pong | frames.Flushed | None:
+        self, make: Callable[[int], ToEngine], timeout_s: float
+    ) -> frames.Answer | None:
         if self._state is not EngineState.READY:
             return None
         self._num_calls += 1
         call_id = self._num_calls
-        future: asyncio.Future[frames.Pong | frames.Flushed]
+        future: asyncio.Future[frames.Answer]
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         self._send(make(call_id))
         try:
@@ -361,7 +383,7 @@ class RemoteEngine:
         finally:
             self._calls.pop(call_id, None)
 
-    def _answer(self, call_id: int, message: frames.Pong | frames.Flushed) -> None:
+    def _answer(self, call_id: int, message: frames.Answer) -> None:
         future = self._calls.get(call_id)
         if future is not None and not future.done():
             future.set_result(message)

@@ -59,6 +59,8 @@ class OpenAIBody(msgspec.Struct, kw_only=True, frozen=True):
     regex: str | None = None
     ebnf: str | None = None
     cache_salt: str = ""
+    cache_pin_s: float | None = None
+    cache_ttl_s: float | None = None
     priority: int = 0
     rid: str | None = None
     request_id: str | None = None  # the same as rid
@@ -161,6 +163,8 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     priority: int = 0
     extra_key: str = ""
     cache_salt: str = ""
+    cache_pin_s: float | None = None
+    cache_ttl_s: float | None = None
     # refused when given, because the answer would silently be another one
     image_data: Any = None
     video_data: Any = None
@@ -191,6 +195,18 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
     tokens: list[Any]
     model: str = "default"
     skip_special_tokens: bool = False
+
+
+class UnpinBody(msgspec.Struct, kw_only=True, frozen=True):
+    text: str | None = None
+    input_ids: list[Any] | None = None
+    parse_special: bool = True
+    extra_key: str = ""
+    cache_salt: str = ""
+
+
+class PinBody(UnpinBody, kw_only=True, frozen=True):
+    ttl_s: float | None = None  # null: until it is let go
 
 
 class AbortBody(msgspec.Struct, kw_only=True, frozen=True):

@@ -5,8 +5,8 @@ built from the types of `runtime.request` as they stand. The wire is one end of 
 socket pair, so nothing outside the two processes can reach it. No pickle: a frame can only ever
 become one of these types.
 
-    to the engine      Start, Submit, Abort, Flush, Ping
-    from the engine    Ready, Failed, StepOutputs, Flushed, Pong
+    to the engine      Start, Submit, Abort, Flush, Pin, Unpin, Ping
+    from the engine    Ready, Failed, StepOutputs, Flushed, Pinned, Pong
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.metrics import EngineStats
-from palmette.runtime.request import EngineInfo, Output, Request
+from palmette.runtime.request import EngineInfo, ErrorInfo, Output, Request
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _READ_BYTES = 256 * 1024
@@ -46,6 +46,23 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 class Flush(msgspec.Struct, tag="flush", frozen=True):
     call_id: int
+
+
+class Pin(msgspec.Struct, tag="pin", frozen=True):
+    """Keep the cached prefix of `ids` for `seconds`; None: until it is let go."""
+
+    call_id: int
+    ids: Sequence[int]
+    namespace: tuple[str, ...]
+    seconds: float | None
+
+
+class Unpin(msgspec.Struct, tag="unpin", frozen=True):
+    """Let go of the pin of `ids`; None: of all of the tenant."""
+
+    call_id: int
+    ids: Sequence[int] | None
+    namespace: tuple[str, ...]
 
 
 class Ping(msgspec.Struct, tag="ping", frozen=True):
@@ -75,14 +92,23 @@ class Flushed(msgspec.Struct, tag="flushed", frozen=True):
     done: bool
 
 
+class Pinned(msgspec.Struct, tag="pinned", frozen=True):
+    """How many tokens are pinned, or how many pins were let go; or why not."""
+
+    call_id: int
+    count: int
+    error: ErrorInfo | None = None
+
+
 class Pong(msgspec.Struct, tag="pong", frozen=True):
     call_id: int
     step: int
     stats: EngineStats
 
 
-ToEngine = Start | Submit | Abort | Flush | Ping
-FromEngine = Ready | Failed | StepOutputs | Flushed | Pong
+ToEngine = Start | Submit | Abort | Flush | Pin | Unpin | Ping
+FromEngine = Ready | Failed | StepOutputs | Flushed | Pinned | Pong
+Answer = Flushed | Pinned | Pong
 Received = TypeVar("Received")
 
 

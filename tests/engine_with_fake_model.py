@@ -54,6 +54,7 @@ def load(config: EngineConfig) -> Engine:
         limits=config.limits,
         tokenizer=ByteTokenizer(),
         seed=config.seed,
+        config=config,
     )
 
 

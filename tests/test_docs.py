@@ -29,12 +29,14 @@ from palmette.constrained import formats
 from palmette.constrained.limits import GrammarLimits
 from palmette.constrained.preflight import _REWRITTEN
 from palmette.lang import backends
+from palmette.radix_cache.ledger import MissReason
+from palmette.radix_cache.policy import POLICY_NAMES
 from palmette.runtime.cpu_runner import WEIGHTS
 from palmette.runtime.metrics import EngineStats
 from palmette.runtime.models.registry import ARCHITECTURES
 from palmette.runtime.request import EngineInfo, Limits
 from palmette.runtime.weights import ENCODINGS
-from palmette.server import admin_api, generate_api, metrics, openai_api
+from palmette.server import admin_api, cache_api, generate_api, metrics, openai_api
 from palmette.server.config import ServerConfig
 from palmette.server.schemas import ChatBody, CompletionBody, GenerateBody, SamplingBody
 
@@ -199,7 +201,7 @@ def test_every_parameter_of_gen_is_described() -> None:
 def test_every_route_is_described() -> None:
     routes = {
         route.path
-        for module in (openai_api, generate_api, admin_api)
+        for module in (openai_api, generate_api, admin_api, cache_api)
         for route in module.router.routes
         if isinstance(route, APIRoute)
     }
@@ -277,3 +279,8 @@ def test_links_lead_somewhere() -> None:
                 titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.M)
                 anchors = [re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles]
                 assert anchor in anchors, (page.name, target)
+
+
+def test_policies_and_reasons_are_those_of_the_code() -> None:
+    assert column("cache.md", "What leaves first") == list(POLICY_NAMES)
+    assert column("cache.md", "Accounts", 0) == list(MissReason)

@@ -1,0 +1,131 @@
+"""The prefix cache of one engine: its tree, and the pins that requests ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from palmette.constrained.vocabulary import Vocabulary
+from palmette.radix_cache.tree import PinQuotaExceeded, RadixTree, Use
+
+from .config import EngineConfig
+from .request import EngineInfo, Request, RequestError
+
+Namespace = tuple[str, ...]
+PinKey = tuple[Namespace, tuple[int, ...]]
+
+
+class PrefixCache:
+    """Builds the tree as configured. `clock` gives the seconds of pins and expiries."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: EngineInfo,
+        vocabulary: Vocabulary,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._page_size = info.page_size
+        self._pin_share = config.pin_share
+        self._clock = clock
+        self._reserved: dict[PinKey, tuple[int, int]] = {}  # pages, live requests
+        self.tree = RadixTree(
+            num_pages=info.num_pages,
+            page_size=info.page_size,
+            prefix_cache=config.scheduler.prefix_cache,
+            policy=config.eviction_policy,
+            tenant_share=config.tenant_share,
+            pin_share=config.pin_share,
+            timer=clock,
+            token_bytes=vocabulary.token_bytes.__getitem__,
+        )
+
+    def start_step(self) -> None:
+        """What time has brought."""
+        self.tree.expire_pins()
+
+    # Pins
+
+    def reserve_pins(self, requests: Sequence[Request]) -> None:
+        """Keep room for the pins that these requests ask for.
+
+        Raises:
+            RequestError: for the first that exceeds the quota; then nothing is reserved.
+        """
+        for place, request in enumerate(requests):
+            if request.hint.pin_s is None:
+                continue
+            try:
+                self._reserve_pin(request)
+            except PinQuotaExceeded as error:
+                for earlier in requests[:place]:
+                    self._release_pin(earlier)
+                raise self._refusal(error) from None
+
+    def settle_pin(self, request: Request) -> None:
+        """A request has ended: what it wanted pinned is computed, as far as it came."""
+        self._release_pin(request)
+        pin_s = request.hint.pin_s
+        if pin_s is not None:
+            try:
+                self.pin(request.prompt_ids, request.namespace, seconds=pin_s)
+            except RequestError:  # what another request had pinned of it has gone meanwhile
+                return
+
+    def pin(self, ids: Sequence[int], namespace: Namespace, *, seconds: float | None = None) -> int:
+        """Keep what is cached of `ids`, in whole pages; returns how many tokens.
+
+        Raises:
+            RequestError: when the quota of the tenant does not allow it.
+        """
+        expires_at = math.inf if seconds is None else self._clock() + seconds
+        try:
+            return self.tree.pin(ids, namespace, expires_at=expires_at)
+        except PinQuotaExceeded as error:
+            raise self._refusal(error) from None
+
+    def unpin(self, ids: Sequence[int] | None, namespace: Namespace) -> int:
+        """Let go of the pin of `ids`, or of all of the tenant; returns how many there were."""
+        if ids is None:
+            return self.tree.unpin_all(namespace)
+        return int(self.tree.unpin(ids, namespace))
+
+    def _reserve_pin(self, request: Request) -> None:
+        key = (request.namespace, request.prompt_ids)
+        num_pages, count = self._reserved.get(key, (0, 0))
+        if count == 0:
+            num_pages = self.tree.pin_cost(request.prompt_ids, request.namespace)
+            self.tree.reserve_pin(num_pages, request.namespace)
+        self._reserved[key] = num_pages, count + 1
+
+    def _release_pin(self, request: Request) -> None:
+        if request.hint.pin_s is None:
+            return
+        key = (request.namespace, request.prompt_ids)
+        num_pages, count = self._reserved.pop(key)
+        if count > 1:
+            self._reserved[key] = num_pages, count - 1
+        else:
+            self.tree.reserve_pin(-num_pages, request.namespace)
+
+    def _refusal(self, error: PinQuotaExceeded) -> RequestError:
+        size = self._page_size
+        return RequestError(
+            f"pin_s: {error.needed * size} tokens to pin beside {error.pinned * size} exceed the "
+            f"quota of {error.limit * size} tokens; pin less, wait until a pin ends, or start "
+            f"with a larger --pin-share than {self._pin_share}",
+            field="pin_s",
+            code="pin_quota",
+        )
+
+
+def use_of(request: Request, *, now: float) -> Use:
+    """What the sender of a request knows about the future of its prefix."""
+    hint = request.hint
+    return Use(
+        owner=request.request_id,
+        priority=request.priority,
+        future_uses=hint.future_uses,
+        expires_at=math.inf if hint.ttl_s is None else now + hint.ttl_s,
+    )

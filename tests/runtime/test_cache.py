@@ -1,0 +1,144 @@
+"""Pins, hints and shares as requests ask for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from palmette.runtime.config import EngineConfig
+from palmette.runtime.engine import Engine
+from palmette.runtime.fake_runner import fake_engine, run_all
+from palmette.runtime.request import Request, RequestError, ReuseHint, SamplingParams
+
+PAGE = 4
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(name: str, text: str, *, hint: ReuseHint | None = None, **fields: object) -> Request:
+    return Request(
+        request_id=name,
+        prompt_ids=tuple(text.encode()),
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+        hint=hint or ReuseHint(),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def engine(clock: Clock | None = None, *, num_pages: int = 16, **config: object) -> Engine:
+    return fake_engine(
+        num_pages=num_pages,
+        page_size=PAGE,
+        clock=clock or Clock(),
+        config=EngineConfig(**config),  # type: ignore[arg-type]
+    )
+
+
+def flood(target: Engine, **fields: object) -> None:
+    for index in range(40):
+        run_all(target, [request(f"flood-{index}", f"{index:03}" + "x" * 9, **fields)])
+        target.check()
+
+
+def cached(target: Engine, text: str) -> int:
+    [answer] = run_all(target, [request("probe", text)]).values()
+    return answer.usage.cached_tokens
+
+
+def test_a_request_pins_its_prompt_for_a_while() -> None:
+    clock = Clock()
+    target = engine(clock)
+    run_all(target, [request("a", "system prompt!!!?", hint=ReuseHint(pin_s=60))])
+    flood(target)
+    assert cached(target, "system prompt!!!?") == 16
+    clock.now = 61
+    flood(target)
+    assert cached(target, "system prompt!!!?") == 0
+
+
+def test_a_pin_over_the_quota_is_refused_at_submit_with_the_numbers() -> None:
+    target = engine(pin_share=0.25)  # 4 pages
+    run_all(target, [request("a", "12345678", hint=ReuseHint(pin_s=60))])
+    with pytest.raises(
+        RequestError, match=r"12 tokens to pin beside 8 exceed .* of 16 tokens"
+    ) as e:
+        target.submit([request("c", "fine"), request("b", "abcdefghijkl", hint=ReuseHint(pin_s=9))])
+    assert (e.value.field, e.value.code) == ("pin_s", "pin_quota")
+    assert not target.has_work
+    run_all(target, [request("d", "12345678abcd", hint=ReuseHint(pin_s=60))])  # one page more
+    target.check()
+
+
+def test_equal_prompts_at_once_reserve_their_pages_once() -> None:
+    target = engine(pin_share=0.25)
+    hint = ReuseHint(pin_s=60)
+    same = [request(f"r{i}", "0123456789abcdef", hint=hint) for i in range(5)]
+    run_all(target, same)
+    flood(target)
+    assert cached(target, "0123456789abcdef!") == 16
+
+
+def test_refused_and_aborted_requests_give_their_reservation_back() -> None:
+    target = engine(pin_share=0.25)
+    hint = ReuseHint(pin_s=60)
+    for _ in range(3):
+        with pytest.raises(RequestError, match="tokens to pin"):
+            target.submit(
+                [
+                    request("a", "0123456789abcdef", hint=hint),
+                    request("b", "fedcba9876543210", hint=hint),
+                ]
+            )
+        target.submit([request("a", "0123456789abcdef", hint=hint)])
+        target.abort(["a"])
+        target.step()
+    run_all(target, [request("b", "fedcba9876543210", hint=hint)])
+    target.check()
+
+
+def test_pins_yield_to_a_request_that_fits_no_other_way() -> None:
+    target = engine(num_pages=8, pin_share=0.5)
+    run_all(target, [request("a", "0123456789abcdef", hint=ReuseHint(pin_s=1e6))])
+    answers = run_all(target, [request("big", "y" * 28)])
+    assert answers["big"].error is None and answers["big"].usage.completion_tokens == 1
+    target.check()
+
+
+def test_an_administrator_pins_and_lets_go() -> None:
+    target = engine()
+    run_all(target, [request("a", "system prompt!!!?")])
+    assert target.pin(b"system prompt!!!?", seconds=None) == 16
+    flood(target)
+    assert cached(target, "system prompt!!!?") == 16
+    assert target.unpin(None) == 1
+    flood(target)
+    assert cached(target, "system prompt!!!?") == 0
+
+
+def test_one_tenant_cannot_flush_another() -> None:
+    target = engine(tenant_share=0.5)
+    light = request("a", "system prompt!!!?", namespace=("key", "light"))
+    run_all(target, [light])
+    flood(target, namespace=("key", "heavy"))
+    [answer] = run_all(target, [light]).values()
+    assert answer.usage.cached_tokens == 16
+
+
+@pytest.mark.parametrize("field", ["pin_s", "ttl_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_times_out_of_range_are_refused(field: str, value: float) -> None:
+    with pytest.raises(RequestError, match=f"{field}: .* out of range"):
+        engine().submit([request("a", "x", hint=ReuseHint(**{field: value}))])
+
+
+@pytest.mark.parametrize(
+    "field", [{"eviction_policy": "x"}, {"tenant_share": 0.0}, {"pin_share": 1.5}]
+)
+def test_options_out_of_range_are_refused(field: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(field))):
+        EngineConfig(**field)  # type: ignore[arg-type]

@@ -1,0 +1,50 @@
+"""Pins over HTTP: a key's owner keeps a prefix of its own, within its quota."""
+
+from __future__ import annotations
+
+import pytest
+from running_server import RunningServer, StartServer
+
+
+def cached(server: RunningServer, text: str) -> int:
+    answer = server.generate(text=text, sampling_params={"max_new_tokens": 1})
+    tokens: int = answer["meta_info"]["cached_tokens"]
+    return tokens
+
+
+def flood(server: RunningServer) -> None:
+    for index in range(8):
+        cached(server, f"{index}" * 200)
+
+
+def test_pin_survives_a_flood_and_unpin_ends_it(start_server: StartServer) -> None:
+    server = start_server(engine={"kv_tokens": 512})
+    text = "a system prompt that is used by every call" * 2
+    cached(server, text)
+    answer = server.post("/cache/pin", {"text": text, "ttl_s": 600}).json()
+    assert answer == {"pinned_tokens": len(text) // 16 * 16}
+    flood(server)
+    assert cached(server, text) == len(text) // 16 * 16
+    assert server.post("/cache/unpin", {}).json() == {"unpinned": 1}
+    flood(server)
+    assert cached(server, text) == 0
+
+
+def test_a_request_pins_within_its_quota(start_server: StartServer) -> None:
+    server = start_server(engine={"kv_tokens": 512})
+    body = {"model": "default", "max_tokens": 1, "cache_pin_s": 600}
+    assert server.complete(prompt="p" * 64, **body).status_code == 200
+    flood(server)
+    assert cached(server, "p" * 65) == 64
+    refused = server.complete(prompt="q" * 128, **body)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["param"], error["code"]) == ("cache_pin_s", "pin_quota")
+    assert "128 tokens to pin beside 64 exceed the quota of 128 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"text": "a", "input_ids": [1]}, {"text": "a", "ttl_s": 0}, {"input_ids": [300]}]
+)
+def test_pins_out_of_range_are_400(server: RunningServer, body: dict[str, object]) -> None:
+    assert server.post("/cache/pin", body).status_code == 400
