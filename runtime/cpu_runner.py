@@ -15,50 +15,30 @@ from numpy.typing import NDArray
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.cpu.kv_pool import HostKVPool
 from palmette.kernels.cpu.ops import (
-    GROUP,
     Matrix,
-    MatrixKind,
     MatrixRole,
     Model,
     ModelShape,
     Pool,
     Vector,
-    can_fill,
     check_batch,
 )
 from palmette.kernels.sampling import HostLogits
 
+from .cpu_weights import QKV_PARTS, MatrixPlan, plan_matrices
 from .models.config import ModelConfig
-from .models.layout import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
+from .models.layout import FINAL_NORM, layer_name
 from .models.rope import rope_tables
 from .weights import Checkpoint, WeightSource
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = ("auto", "stored", "fp32", "bf16", "int8", "int4")
-STORED_KINDS = {
-    "bf16": MatrixKind.BF16,
-    "f16": MatrixKind.F16,
-    "q8_0": MatrixKind.INT8,
-    "q4_0": MatrixKind.UINT4,
-    "q4_1": MatrixKind.UINT4,
-}
-FOUR_BIT = frozenset({"q4_0", "q4_1", "q4_k"})
-QKV_PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-GATE_UP_PARTS = ("mlp.gate_proj", "mlp.up_proj")
-
 
 class CpuRunner:
     """Implements `runner.ModelRunner`; one step at a time.
 
-    `threads` None takes the cores this process may use. `weights` is how matrices are kept:
-
-    stored  no weight rounded: bf16, f16 (with the bits of fp32), q8_0, q4_0 and q4_1 (activations
-            rounded to 15 bits per 32 inputs) as they are; everything else as fp32. auto is this.
-    fp32    widened to float32
-    bf16    rounded to bfloat16
-    int8    a scale per 32 inputs; activations rounded to 8 bits per 32 inputs
-    int4    4-bit tensors of a GGUF file as they are, every other matrix as int8
+    `threads` None takes the cores this process may use; `weights` is how matrices are kept, see
+    cpu_weights.py.
 
     Raises:
         RuntimeError: no C++ compiler, or no threads; `torch_runner` is the way out.
@@ -77,16 +57,10 @@ class CpuRunner:
         threads: int | None = None,
         weights: str = "auto",
     ) -> None:
-        if weights not in WEIGHTS:
-            raise ValueError(f"weights: {weights!r} is not supported; use one of {WEIGHTS}")
-        if weights == "int4" and not _has_four_bit(checkpoint.weights):
-            raise ValueError(
-                f"weights: int4 keeps tensors stored as {', '.join(sorted(FOUR_BIT))};"
-                f" {checkpoint.path} has none; use int8"
-            )
         started = time.monotonic()
         self.config = checkpoint.config
-        self.weights = "stored" if weights == "auto" else weights
+        self.weights = weights
+        matrices = list(plan_matrices(weights, checkpoint))
         self._threads = Pool(threads)
         self._model: Model | None = None
         try:
@@ -99,7 +73,8 @@ class CpuRunner:
             )
             self._max_positions = min(self.config.context_length, num_pages * page_size)
             self._model = Model(self._threads, _shape(self.config, self._max_positions))
-            self._load(checkpoint.weights, self._model)
+            self._load_matrices(checkpoint.weights, matrices, self._model)
+            self._load_vectors(checkpoint.weights, self._model)
         except BaseException:
             self.close()
             raise
@@ -141,30 +116,36 @@ class CpuRunner:
             self._model = None
         self._threads.close()
 
-    def _load(self, weights: WeightSource, model: Model) -> None:
-        config = self.config
-        for layer in range(config.num_layers):
-            self._load_layer(weights, model, layer)
-        embedding = self._matrix(weights, [EMBEDDING])
-        model.set_matrix(MatrixRole.EMBEDDING, 0, embedding)
-        head = embedding if config.tie_embeddings else self._matrix(weights, [LM_HEAD])
-        model.set_matrix(MatrixRole.LM_HEAD, 0, head)
-        model.set_vector(Vector.FINAL_NORM, 0, _vector(weights, [FINAL_NORM]))
-        cos, sin = rope_tables(config, self._max_positions)
-        model.set_vector(Vector.ROPE_COS, 0, np.ascontiguousarray(cos))
-        model.set_vector(Vector.ROPE_SIN, 0, np.ascontiguousarray(sin))
+    def _load_matrices(self, weights: WeightSource, plans: list[MatrixPlan], model: Model) -> None:
+        rounded = {}
+        for plan in plans:
+            matrix = self._matrix(weights, plan)
+            model.set_matrix(plan.role, plan.layer, matrix)
+            if plan.role == MatrixRole.EMBEDDING and self.config.tie_embeddings:
+                model.set_matrix(MatrixRole.LM_HEAD, 0, matrix)
+            if matrix.rounding_error > 0:
+                rounded[" ".join(plan.names)] = matrix.rounding_error
+        if rounded:
+            worst = max(rounded, key=lambda names: rounded[names])
+            logger.info(
+                "rounded %d of %d matrices; relative RMS error of the weights %.2g on average, "
+                "at most %.2g in %s",
+                *(len(rounded), len(plans), sum(rounded.values()) / len(rounded)),
+                *(rounded[worst], worst),
+            )
 
-    def _load_layer(self, weights: WeightSource, model: Model, layer: int) -> None:
+    def _matrix(self, weights: WeightSource, plan: MatrixPlan) -> Matrix:
+        matrix = Matrix(self._threads, plan.shape, plan.kind)
+        row = 0
+        for name in plan.names:
+            tensor = weights.get(name)
+            tensor.check_finite()
+            matrix.fill_encoded(row, tensor.encoding, np.ascontiguousarray(tensor.data))
+            row += tensor.shape[0]
+        return matrix
+
+    def _load_vectors(self, weights: WeightSource, model: Model) -> None:
         config = self.config
-        matrices = {
-            MatrixRole.QKV: QKV_PARTS,
-            MatrixRole.O: ("self_attn.o_proj",),
-            MatrixRole.GATE_UP: GATE_UP_PARTS,
-            MatrixRole.DOWN: ("mlp.down_proj",),
-        }
-        for role, parts in matrices.items():
-            names = [layer_name(layer, f"{part}.weight") for part in parts]
-            model.set_matrix(role, layer, self._matrix(weights, names))
         vectors: dict[Vector, list[str]] = {
             Vector.INPUT_NORM: ["input_layernorm.weight"],
             Vector.POST_NORM: ["post_attention_layernorm.weight"],
@@ -174,47 +155,14 @@ class CpuRunner:
         if config.qk_norm:
             vectors[Vector.Q_NORM] = ["self_attn.q_norm.weight"]
             vectors[Vector.K_NORM] = ["self_attn.k_norm.weight"]
-        for vector, suffixes in vectors.items():
-            names = [layer_name(layer, suffix) for suffix in suffixes]
-            model.set_vector(vector, layer, _vector(weights, names))
-
-    def _matrix(self, weights: WeightSource, names: list[str]) -> Matrix:
-        """The rows of the named tensors, one below the other."""
-        tensors = [weights.get(name) for name in names]
-        num_rows = sum(tensor.shape[0] for tensor in tensors)
-        encodings = {tensor.encoding for tensor in tensors}
-        num_inputs = tensors[0].shape[1]
-        kind = matrix_kind(self.weights, encodings, num_inputs)
-        matrix = Matrix(self._threads, (num_rows, num_inputs), kind)
-        row = 0
-        for tensor in tensors:
-            if can_fill(kind, tensor.encoding):
-                tensor.check_finite()
-                matrix.fill_encoded(row, tensor.encoding, np.ascontiguousarray(tensor.data))
-            else:
-                matrix.fill(row, np.ascontiguousarray(tensor.to_float32()))
-            row += tensor.shape[0]
-        return matrix
-
-
-def matrix_kind(weights: str, encodings: set[str], num_inputs: int) -> MatrixKind:
-    """How a matrix of tensors stored as `encodings` is kept.
-
-    Rows that are not whole groups of 32 inputs stay fp32 where integers were asked for.
-    """
-    if weights == "stored":
-        kinds = {STORED_KINDS.get(encoding, MatrixKind.F32) for encoding in encodings}
-        return kinds.pop() if len(kinds) == 1 else MatrixKind.F32
-    if weights == "bf16":
-        return MatrixKind.BF16
-    if weights in ("int8", "int4") and num_inputs % GROUP == 0:
-        is_stored = weights == "int4" and encodings <= FOUR_BIT
-        return MatrixKind.UINT4_FAST if is_stored else MatrixKind.INT8_FAST
-    return MatrixKind.F32
-
-
-def _has_four_bit(weights: WeightSource) -> bool:
-    return any(weights.get(name).encoding in FOUR_BIT for name in weights.names())
+        for layer in range(config.num_layers):
+            for vector, suffixes in vectors.items():
+                names = [layer_name(layer, suffix) for suffix in suffixes]
+                model.set_vector(vector, layer, _vector(weights, names))
+        model.set_vector(Vector.FINAL_NORM, 0, _vector(weights, [FINAL_NORM]))
+        cos, sin = rope_tables(config, self._max_positions)
+        model.set_vector(Vector.ROPE_COS, 0, np.ascontiguousarray(cos))
+        model.set_vector(Vector.ROPE_SIN, 0, np.ascontiguousarray(sin))
 
 
 def _vector(weights: WeightSource, names: list[str]) -> NDArray[np.float32]:

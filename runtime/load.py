@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +22,7 @@ from .memory import plan_memory
 from .model_store import resolve_model
 from .models.config import ModelConfig
 from .request import EngineInfo
-from .runner import KEPT_ENCODINGS, STORED, ModelRunner, RunnerChoice, select_runner
+from .runner import ModelRunner, RunnerChoice, select_runner
 from .tokenizer import Tokenizer
 from .weights import Checkpoint, open_checkpoint
 
@@ -87,7 +85,7 @@ def _load(config: EngineConfig, path: Path) -> Engine:
         config,
         checkpoint.config,
         context_length=context_length,
-        weight_bytes=_weight_bytes(checkpoint, choice),
+        weight_bytes=choice.weight_bytes(checkpoint),
         element_bytes=choice.kv_element_bytes,
         available_bytes=choice.available_bytes(),
     )
@@ -121,29 +119,6 @@ def _context_length(config: EngineConfig, model: ModelConfig) -> int:
     return config.context_length
 
 
-def _weight_bytes(checkpoint: Checkpoint, choice: RunnerChoice) -> int:
-    """Memory of the weights as the runner keeps them."""
-    tensors = [checkpoint.weights.get(name) for name in checkpoint.weights.names()]
-    if choice.weights != STORED:
-        return int(sum(math.prod(t.shape) for t in tensors) * choice.weight_element_bytes)
-    return sum(
-        tensor.data.nbytes if tensor.encoding in KEPT_ENCODINGS else 4 * math.prod(tensor.shape)
-        for tensor in tensors
-    )
-
-
-def _weights_name(checkpoint: Checkpoint, choice: RunnerChoice) -> str:
-    """What most of the weights are kept in, by their number."""
-    if choice.weights != STORED:
-        return choice.weights
-    counts: Counter[str] = Counter()
-    for name in checkpoint.weights.names():
-        tensor = checkpoint.weights.get(name)
-        kept = tensor.encoding if tensor.encoding in KEPT_ENCODINGS else "fp32"
-        counts[kept] += math.prod(tensor.shape)
-    return counts.most_common(1)[0][0]
-
-
 def _engine_info(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -166,7 +141,7 @@ def _engine_info(
         architecture=checkpoint.config.architecture,
         device=choice.device,
         runner=runner.name,
-        weights=_weights_name(checkpoint, choice),
+        weights=choice.weights_name(checkpoint) if choice.weights_name else choice.weights,
         version=__version__,
         max_running=config.scheduler.max_running,
         limits=config.limits,

@@ -7,8 +7,10 @@ handle.sample(params) -> ids   waits for the device, the one synchronisation of 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
@@ -19,9 +21,6 @@ from palmette.kernels.sampling import SampleBatch, SampleResult
 from .config import EngineConfig
 from .memory import available_bytes
 from .weights import Checkpoint
-
-STORED = "stored"  # RunnerChoice.weights: each tensor as it lies in the file, where it can be
-KEPT_ENCODINGS = frozenset({"bf16", "f16", "q8_0", "q4_0", "q4_1"})  # the others become fp32
 
 
 class StepHandle(Protocol):
@@ -64,9 +63,10 @@ class RunnerChoice:
     device: str  # cpu, cuda
     weights: str  # fp32, bf16, ...
     reason: str
-    weight_element_bytes: float  # bytes of one weight as the runner keeps it
+    weight_bytes: Callable[[Checkpoint], int]  # memory of the weights as the runner keeps them
     kv_element_bytes: int  # bytes of one number in the KV pool
     build: Callable[[Checkpoint, int], ModelRunner]  # checkpoint, number of pages
+    weights_name: Callable[[Checkpoint], str] | None = None  # more than `weights`, for /server_info
     available_bytes: Callable[[], int] = available_bytes  # memory of the device
 
 
@@ -122,7 +122,9 @@ def _cpu_choice(config: EngineConfig) -> RunnerChoice:
 
 
 def _native_choice(config: EngineConfig) -> RunnerChoice:
-    weights = STORED if config.weights == "auto" else config.weights
+    from .cpu_weights import kept_bytes, kept_name
+
+    weights = config.weights
 
     def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
         from .cpu_runner import CpuRunner
@@ -140,8 +142,8 @@ def _native_choice(config: EngineConfig) -> RunnerChoice:
         device="cpu",
         weights=weights,
         reason="no CUDA device was found" if config.device == "auto" else "as given",
-        # at most: "stored" keeps what it can in 4, 8 or 16 bits and widens the rest
-        weight_element_bytes={"bf16": 2.0, "int8": 1.1, "int4": 1.1}.get(weights, 4.0),
+        weight_bytes=partial(kept_bytes, weights),
+        weights_name=partial(kept_name, weights),
         kv_element_bytes=4,
         build=build,
     )
@@ -180,7 +182,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         device="cuda",
         weights=weights,
         reason=f"a CUDA device is there; attention {attention}: {why}",
-        weight_element_bytes=element_bytes,
+        weight_bytes=partial(_uniform_bytes, element_bytes),
         kv_element_bytes=element_bytes,
         build=build,
         available_bytes=_cuda_bytes(),
@@ -235,11 +237,16 @@ def _torch_choice(
         device=device,
         weights=weights,
         reason=reason,
-        weight_element_bytes=element_bytes,
+        weight_bytes=partial(_uniform_bytes, element_bytes),
         kv_element_bytes=element_bytes,
         build=build,
         available_bytes=available_bytes if device == "cpu" else _cuda_bytes(),
     )
+
+
+def _uniform_bytes(element_bytes: int, checkpoint: Checkpoint) -> int:
+    weights = checkpoint.weights
+    return element_bytes * sum(math.prod(weights.get(name).shape) for name in weights.names())
 
 
 def _cuda_bytes() -> Callable[[], int]:

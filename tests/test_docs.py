@@ -31,7 +31,7 @@ from palmette.constrained.preflight import _REWRITTEN
 from palmette.lang import backends
 from palmette.radix_cache.ledger import MissReason
 from palmette.radix_cache.policy import POLICY_NAMES
-from palmette.runtime.cpu_runner import WEIGHTS
+from palmette.runtime.cpu_weights import WEIGHTS
 from palmette.runtime.metrics import EngineStats
 from palmette.runtime.models.registry import ARCHITECTURES
 from palmette.runtime.request import EngineInfo, Limits

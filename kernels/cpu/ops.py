@@ -28,7 +28,7 @@ _POINTER = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pm_pool_create": (_INT64, _POINTER),
     "pm_matrix_create": (_INT64, _INT64, _INT64, _POINTER),
-    "pm_matrix_fill": (_POINTER, _POINTER, *(_INT64,) * 3, _POINTER),
+    "pm_matrix_fill": (_POINTER, _POINTER, *(_INT64,) * 3, _POINTER, _POINTER),
     "pm_linear": (_POINTER, _POINTER, _POINTER, _INT64, _POINTER),
     "pm_embed": (_POINTER, _POINTER, _POINTER, _INT64, _POINTER),
     "pm_rms_norm": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, ctypes.c_float, _POINTER),
@@ -64,6 +64,8 @@ ENCODINGS = {
     "q4_0": (4, 32, 18),
     "q4_1": (5, 32, 20),
     "q4_k": (6, 256, 144),
+    "q5_k": (7, 256, 176),
+    "q6_k": (8, 256, 210),
 }
 GROUP = 32  # inputs that share a scale in the integer kinds
 
@@ -270,6 +272,7 @@ class Matrix:
     def __init__(self, pool: Pool, shape: tuple[int, int], kind: MatrixKind) -> None:
         self.pool, self.shape, self.kind = pool, shape, kind
         self.handle = _POINTER()
+        self._squares = np.zeros(2)  # of the rounding errors, of the numbers
         pool.library.call("pm_matrix_create", *shape, kind, ctypes.byref(self.handle))
 
     @classmethod
@@ -288,8 +291,8 @@ class Matrix:
     def fill_encoded(self, row: int, encoding: str, data: NDArray[np.uint8]) -> None:
         """Set rows from stored rows [rows, row_bytes].
 
-        UINT4 keeps the integers of q4_0, q4_1 and q4_k, INT8 those of q8_0; otherwise every
-        encoding but q4_k is widened to float32 and rounded to the kind. See `can_fill`.
+        UINT4 keeps the integers of q4_0, q4_1 and q4_k and takes nothing else, INT8 keeps those
+        of q8_0; otherwise rows are widened to float32 and rounded to the kind.
         """
         number, block_size, block_bytes = ENCODINGS[encoding]
         _check(data, np.uint8, (None, self.shape[1] // block_size * block_bytes))
@@ -299,7 +302,14 @@ class Matrix:
         self.pool.library.call(
             "pm_matrix_fill",
             *(self.pool.handle, self.handle, row, len(data), encoding, _address(data)),
+            _address(self._squares),
         )
+
+    @property
+    def rounding_error(self) -> float:
+        """RMS of what rounding changed, relative to the RMS of the numbers that were rounded."""
+        errors, numbers = self._squares
+        return float(np.sqrt(errors / numbers)) if numbers else 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -356,13 +366,6 @@ class Model:
             if isinstance(kept, Matrix):
                 kept.close()
         self._kept.clear()
-
-
-def can_fill(kind: MatrixKind, encoding: str) -> bool:
-    """Whether `Matrix.fill_encoded` takes rows stored so."""
-    if kind in (MatrixKind.UINT4, MatrixKind.UINT4_FAST):
-        return encoding in ("q4_0", "q4_1", "q4_k")
-    return encoding in ENCODINGS and encoding != "q4_k"
 
 
 def usable_cores() -> int:

@@ -80,22 +80,28 @@ int64_t pm_matrix_bytes(const PmMatrix* matrix) {
 }
 
 int pm_matrix_fill(PmPool* pool, PmMatrix* matrix, int64_t row, int64_t rows, int64_t encoding,
-                   const void* data) {
+                   const void* data, double* squares) {
   const int64_t row_bytes = pm::encoded_row_bytes(encoding, matrix->k);
   if (row < 0 || rows < 0 || row + rows > matrix->n || row_bytes == 0) return PM_INVALID;
   if (!pm::can_fill(matrix->kind, encoding)) return PM_INVALID;
   const int64_t floats = pm::fill_scratch_floats(matrix->k);
+  const size_t team = (size_t)pool->team.size();
   std::vector<float> scratch;
+  std::vector<double> parts;
   try {
-    scratch.resize((size_t)(floats * pool->team.size()));
+    scratch.resize((size_t)floats * team);
+    parts.resize(2 * team);
   } catch (const std::bad_alloc&) {
     return PM_MEMORY;
   }
+  const pm::EncodedRows encoded{row, rows, encoding, (const unsigned char*)data, row_bytes};
   const int64_t first = row / pm::PW, last = (row + rows + pm::PW - 1) / pm::PW;
-  return pm::share(pool, last - first, 8, [&](int64_t a, int64_t b, int member) {
-    pm::matrix_fill(matrix, row, rows, encoding, (const unsigned char*)data, row_bytes, first + a,
-                    first + b, scratch.data() + member * floats);
+  const int status = pm::share(pool, last - first, 8, [&](int64_t a, int64_t b, int member) {
+    pm::matrix_fill(matrix, encoded, first + a, first + b, scratch.data() + member * floats,
+                    parts.data() + 2 * member);
   });
+  for (size_t i = 0; i < 2 * team; ++i) squares[i % 2] += parts[i];
+  return status;
 }
 
 int pm_linear(PmPool* pool, const PmMatrix* matrix, const float* x, int64_t m, float* y) {

@@ -11,11 +11,28 @@
 
 namespace pm {
 
+// ---- stored rows (encodings.cpp) ---------------------------------------------------------------
+
+constexpr int64_t GROUP = 32;  // inputs that share a scale in the integer kinds
+
+// One row as integers: w = scale * q + minimum per group.
+struct IntegerRow {
+  int8_t* q;        // [K]; 4 bits: 0 .. 15
+  uint16_t* scale;  // [K / GROUP] half
+  uint16_t* minimum;
+};
+
+int64_t encoded_row_bytes(int64_t encoding, int64_t k);  // 0: not known, or k does not fit
+void decode_numbers(int64_t encoding, const unsigned char* data, int64_t k, float* out);
+// q8_0, q4_0, q4_1, q4_k
+void decode_integers(int64_t encoding, const unsigned char* data, int64_t k, IntegerRow row);
+uint16_t float_to_half(float x);
+uint16_t float_to_bf16(float x);
+
 // ---- weights (matrix.cpp) ----------------------------------------------------------------------
 
 constexpr int NV = 2;         // vectors per panel
 constexpr int PW = NV * W;    // outputs per panel
-constexpr int64_t GROUP = 32;  // inputs that share a scale in the integer kinds
 #if PM_W == 16
 constexpr int FLOAT_ROWS = 12;  // rows per tile: 12 x 2 accumulators + 2 weights + 1 of 32 registers
 constexpr int INT_ROWS = 6;     // 6 x 2 integer and 6 x 2 float accumulators
@@ -61,14 +78,20 @@ namespace pm {
 constexpr int64_t INT8_GROUP_BYTES = GROUP * PW + 2 * PW;
 constexpr int64_t UINT4_GROUP_BYTES = GROUP * PW / 2 + 4 * PW;
 
+// `count` rows from `row` on, encoded.
+struct EncodedRows {
+  int64_t row, count, encoding;
+  const unsigned char* data;
+  int64_t row_bytes;
+};
+
 bool matrix_allocate(PmMatrix* matrix);  // sizes from n, k, kind; zeroed; false: no memory
 void matrix_free(PmMatrix* matrix);
-// Rows row .. row + rows, those inside panels first .. last only, from encoded rows of row_bytes.
-void matrix_fill(PmMatrix* matrix, int64_t row, int64_t rows, int64_t encoding,
-                 const unsigned char* data, int64_t row_bytes, int64_t first, int64_t last,
-                 float* scratch);
+// The rows inside panels first .. last only. What rounding does is added to squares: the sum of
+// the squared errors, and of the squares; neither where nothing is rounded.
+void matrix_fill(PmMatrix* matrix, const EncodedRows& rows, int64_t first, int64_t last,
+                 float* scratch, double* squares);
 int64_t fill_scratch_floats(int64_t k);
-int64_t encoded_row_bytes(int64_t encoding, int64_t k);  // 0: not known, or k does not fit
 bool can_fill(int64_t kind, int64_t encoding);
 void matrix_row(const PmMatrix* matrix, int64_t row, float* out);  // out [K]
 

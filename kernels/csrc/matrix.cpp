@@ -1,7 +1,5 @@
-// Weight matrices: memory, and repacking of stored rows into panels.
-//
-// Block encodings are ggml's (ggml-quants.h of llama.cpp). A kind that can hold a block's integers
-// keeps them; otherwise the row becomes float32 first and is rounded to the kind of the matrix.
+// Weight matrices: memory, and repacking of stored rows into panels. A kind that can hold a
+// block's integers keeps them; otherwise the row becomes float32 first and is rounded to the kind.
 #include <cmath>
 #include <cstdlib>
 
@@ -16,75 +14,6 @@ namespace {
 constexpr int64_t HUGE_PAGE = int64_t(2) << 20;
 constexpr int64_t MARGIN = PREFETCH_BYTES + 64;
 
-uint16_t read16(const unsigned char* p) { return (uint16_t)(p[0] | p[1] << 8); }
-
-uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-
-// Finite numbers, to nearest even; overflow becomes the largest number.
-uint16_t float_to_half(float x) {
-  const uint32_t bits = bits_of(x), magnitude = bits & 0x7FFFFFFF;
-  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
-  if (magnitude >= 0x477FF000) return sign | 0x7BFF;
-  if (magnitude < 0x38800000)  // subnormal: a multiple of 2^-24
-    return sign | (uint16_t)std::nearbyint(std::fabs(x) * 16777216.0f);
-  return sign | (uint16_t)((magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13);
-}
-
-uint16_t float_to_bf16(float x) {
-  const uint32_t bits = bits_of(x);
-  return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
-// One row as integers: w = scale * q + minimum per group.
-struct IntegerRow {
-  int8_t* q;        // [K]; uint4: 0 .. 15
-  uint16_t* scale;  // [K / GROUP] half
-  uint16_t* minimum;
-};
-
-void decode_q8_0(const unsigned char* data, int64_t groups, IntegerRow row) {
-  for (int64_t g = 0; g < groups; ++g, data += 34) {
-    row.scale[g] = read16(data);
-    std::memcpy(row.q + g * GROUP, data + 2, GROUP);
-  }
-}
-
-void decode_q4(const unsigned char* data, int64_t groups, bool has_minimum, IntegerRow row) {
-  for (int64_t g = 0; g < groups; ++g) {
-    row.scale[g] = read16(data);
-    row.minimum[g] =
-        has_minimum ? read16(data + 2) : float_to_half(-8.0f * half_to_float(row.scale[g]));
-    data += has_minimum ? 4 : 2;
-    for (int64_t i = 0; i < 16; ++i) {
-      row.q[g * GROUP + i] = data[i] & 15;
-      row.q[g * GROUP + 16 + i] = data[i] >> 4;
-    }
-    data += 16;
-  }
-}
-
-// 256 numbers: d, dmin, eight 6-bit scales and minima in 12 bytes, 128 bytes of nibbles.
-void decode_q4_k(const unsigned char* data, int64_t blocks, IntegerRow row) {
-  for (int64_t b = 0; b < blocks; ++b, data += 144) {
-    const float d = half_to_float(read16(data)), dmin = half_to_float(read16(data + 2));
-    const unsigned char* s = data + 4;
-    for (int64_t j = 0; j < 8; ++j) {
-      const int scale = j < 4 ? s[j] & 63 : (s[j + 4] & 15) | (s[j - 4] >> 6 << 4);
-      const int minimum = j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | (s[j] >> 6 << 4);
-      const int64_t g = b * 8 + j;
-      row.scale[g] = float_to_half(d * (float)scale);
-      row.minimum[g] = float_to_half(-dmin * (float)minimum);
-      const unsigned char* nibbles = data + 16 + j / 2 * 32;
-      for (int64_t i = 0; i < GROUP; ++i)
-        row.q[g * GROUP + i] = j % 2 ? nibbles[i] >> 4 : nibbles[i] & 15;
-    }
-  }
-}
-
 // To nearest multiples of scale = largest / 127, the scale rounded to half first.
 void round_int8(const float* x, int64_t groups, IntegerRow row) {
   for (int64_t g = 0; g < groups; ++g, x += GROUP) {
@@ -96,32 +25,6 @@ void round_int8(const float* x, int64_t groups, IntegerRow row) {
       const float q = scale > 0.0f ? std::nearbyint(x[i] / scale) : 0.0f;
       row.q[g * GROUP + i] = (int8_t)std::fmin(std::fmax(q, -127.0f), 127.0f);
     }
-  }
-}
-
-void decode_float(int64_t encoding, const unsigned char* data, int64_t k, float* out) {
-  if (encoding == PM_ENCODING_F32) {
-    std::memcpy(out, data, (size_t)k * 4);
-    return;
-  }
-  for (int64_t i = 0; i < k; ++i) {
-    const uint16_t bits = read16(data + 2 * i);
-    if (encoding == PM_ENCODING_F16) {
-      out[i] = half_to_float(bits);
-    } else {
-      const uint32_t wide = (uint32_t)bits << 16;
-      std::memcpy(out + i, &wide, 4);
-    }
-  }
-}
-
-// Exact but for one rounding, where a minimum is added.
-void widen(IntegerRow row, int64_t groups, bool has_minimum, float* out) {
-  for (int64_t g = 0; g < groups; ++g) {
-    const float scale = half_to_float(row.scale[g]);
-    const float minimum = has_minimum ? half_to_float(row.minimum[g]) : 0.0f;
-    for (int64_t i = 0; i < GROUP; ++i)
-      out[g * GROUP + i] = scale * (float)row.q[g * GROUP + i] + minimum;
   }
 }
 
@@ -200,54 +103,48 @@ void matrix_free(PmMatrix* matrix) {
 #endif
 }
 
-int64_t encoded_row_bytes(int64_t encoding, int64_t k) {
-  switch (encoding) {
-    case PM_ENCODING_F32: return 4 * k;
-    case PM_ENCODING_F16:
-    case PM_ENCODING_BF16: return 2 * k;
-    case PM_ENCODING_Q8_0: return k % 32 ? 0 : k / 32 * 34;
-    case PM_ENCODING_Q4_0: return k % 32 ? 0 : k / 32 * 18;
-    case PM_ENCODING_Q4_1: return k % 32 ? 0 : k / 32 * 20;
-    case PM_ENCODING_Q4_K: return k % 256 ? 0 : k / 256 * 144;
-  }
-  return 0;
-}
-
 bool can_fill(int64_t kind, int64_t encoding) {
-  // The scales of q4_k are products that half does not hold exactly: good for uint4 only.
   if (is_uint4(kind)) return encoding >= PM_ENCODING_Q4_0 && encoding <= PM_ENCODING_Q4_K;
-  return encoding >= PM_ENCODING_F32 && encoding <= PM_ENCODING_Q4_1;
+  return encoding >= PM_ENCODING_F32 && encoding <= PM_ENCODING_Q6_K;
 }
 
-int64_t fill_scratch_floats(int64_t k) { return 2 * k + 64; }
+// Three rows of numbers, then the integers and scales of one.
+int64_t fill_scratch_floats(int64_t k) { return 3 * k + 64; }
 
-void matrix_fill(PmMatrix* matrix, int64_t row, int64_t rows, int64_t encoding,
-                 const unsigned char* data, int64_t row_bytes, int64_t first, int64_t last,
-                 float* scratch) {
+void matrix_fill(PmMatrix* matrix, const EncodedRows& rows, int64_t first, int64_t last,
+                 float* scratch, double* squares) {
   const int64_t k = matrix->k, groups = k / GROUP;
-  float* numbers = scratch;
-  const IntegerRow integers{(int8_t*)(scratch + k), (uint16_t*)(scratch + k + (k + 3) / 4),
-                            (uint16_t*)(scratch + k + (k + 3) / 4) + groups};
-  const int64_t begin = first * PW > row ? first * PW : row;
-  const int64_t end = last * PW < row + rows ? last * PW : row + rows;
+  const bool has_minimum = is_uint4(matrix->kind);
+  // The scales of q4_k are products that half does not hold exactly.
+  const bool keeps = is_integer(matrix->kind)
+                         ? has_minimum || rows.encoding == PM_ENCODING_Q8_0
+                         : matrix->kind == PM_F32;
+  const bool is_exact = keeps && rows.encoding != PM_ENCODING_Q4_K;
+  float *numbers = scratch, *kept = scratch + k;
+  int8_t* q = (int8_t*)(scratch + 2 * k);
+  uint16_t* scales = (uint16_t*)(q + (k + 3) / 4 * 4);
+  const IntegerRow integers{q, scales, scales + groups};
+  const int64_t begin = first * PW > rows.row ? first * PW : rows.row;
+  const int64_t end = last * PW < rows.row + rows.count ? last * PW : rows.row + rows.count;
   for (int64_t n = begin; n < end; ++n) {
-    const unsigned char* source = data + (n - row) * row_bytes;
-    switch (encoding) {
-      case PM_ENCODING_Q8_0: decode_q8_0(source, groups, integers); break;
-      case PM_ENCODING_Q4_0: decode_q4(source, groups, false, integers); break;
-      case PM_ENCODING_Q4_1: decode_q4(source, groups, true, integers); break;
-      case PM_ENCODING_Q4_K: decode_q4_k(source, groups / 8, integers); break;
-      default: decode_float(encoding, source, k, numbers);
-    }
-    const bool is_block = encoding >= PM_ENCODING_Q8_0;
-    const bool keeps = is_uint4(matrix->kind) ||
-                       (is_integer(matrix->kind) && encoding == PM_ENCODING_Q8_0);
-    if (is_block && !keeps) widen(integers, groups, encoding != PM_ENCODING_Q8_0, numbers);
-    if (is_integer(matrix->kind) && !keeps) round_int8(numbers, groups, integers);
-    if (is_integer(matrix->kind))
-      place_integers(matrix, n, integers);
-    else
+    const unsigned char* source = rows.data + (n - rows.row) * rows.row_bytes;
+    if (!is_integer(matrix->kind) || !is_exact) decode_numbers(rows.encoding, source, k, numbers);
+    if (!is_integer(matrix->kind)) {
       place_float(matrix, n, numbers);
+    } else {
+      if (keeps)
+        decode_integers(rows.encoding, source, k, integers);
+      else
+        round_int8(numbers, groups, integers);
+      place_integers(matrix, n, integers);
+    }
+    if (is_exact) continue;
+    matrix_row(matrix, n, kept);
+    for (int64_t i = 0; i < k; ++i) {
+      const double error = (double)kept[i] - numbers[i];
+      squares[0] += error * error;
+      squares[1] += (double)numbers[i] * numbers[i];
+    }
   }
 }
 

@@ -43,6 +43,8 @@ enum PmEncoding : int64_t {
   PM_ENCODING_Q4_0 = 4,
   PM_ENCODING_Q4_1 = 5,
   PM_ENCODING_Q4_K = 6,
+  PM_ENCODING_Q5_K = 7,
+  PM_ENCODING_Q6_K = 8,
 };
 
 struct PmModelShape {
@@ -107,11 +109,12 @@ PM_EXPORT void pm_pool_destroy(PmPool* pool);
 PM_EXPORT int pm_matrix_create(int64_t n, int64_t k, int64_t kind, PmMatrix** matrix);
 PM_EXPORT void pm_matrix_destroy(PmMatrix* matrix);
 PM_EXPORT int64_t pm_matrix_bytes(const PmMatrix* matrix);
-// Rows row .. row + rows from encoded data. PM_UINT4 takes q4_0, q4_1 and q4_k and keeps their
-// integers, as PM_INT8 does those of q8_0; otherwise every encoding but q4_k is widened to float32
-// and rounded to the kind.
+// Rows row .. row + rows from encoded data. PM_UINT4* take q4_0, q4_1 and q4_k and keep their
+// integers, as PM_INT8* do those of q8_0; otherwise every encoding is widened to float32 and rounded
+// to the kind. Adds to squares [2] the sum of the squared rounding errors and that of the squares
+// of the numbers, where anything is rounded.
 PM_EXPORT int pm_matrix_fill(PmPool* pool, PmMatrix* matrix, int64_t row, int64_t rows,
-                             int64_t encoding, const void* data);
+                             int64_t encoding, const void* data, double* squares);
 
 // Single operations, for tests and for measuring; the model uses the same code.
 // y [M, N] = x [M, K] * matrix^T

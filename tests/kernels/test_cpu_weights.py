@@ -135,17 +135,58 @@ def test_stored_integers_are_kept(
 
 
 def test_q4_k_is_kept_but_for_the_rounding_of_its_scales(pool: ops.Pool) -> None:
-    rng = np.random.default_rng(0)
-    blocks = rng.integers(0, 256, (40, 2, 144), dtype=np.uint8)
-    for at in (0, 2):
-        scales = rng.uniform(2e-4, 5e-4, (40, 2, 1)).astype("<f2")
-        blocks[:, :, at : at + 2] = scales.view(np.uint8)
-    data = blocks.reshape(40, -1)
-    numbers = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q4_K)
+    data, numbers = random_blocks("q4_k", 40, 2)
     matrix = ops.Matrix(pool, (40, 512), MatrixKind.UINT4)
     matrix.fill_encoded(0, "q4_k", data)
     result = pool.embed(matrix, np.arange(40, dtype=np.int32))
     np.testing.assert_allclose(result, numbers, rtol=0, atol=1e-3 * np.abs(numbers).max())
+
+
+def random_blocks(encoding: str, rows: int, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """(random bytes with moderate scales, the numbers they stand for)"""
+    rng = np.random.default_rng(0)
+    scales_at = {"q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}[encoding]
+    data = rng.integers(0, 256, (rows, blocks, ops.ENCODINGS[encoding][2]), dtype=np.uint8)
+    for at in scales_at:
+        scales = rng.uniform(2e-4, 5e-4, (rows, blocks, 1)).astype("<f2")
+        data[:, :, at : at + 2] = scales.view(np.uint8)
+    data = data.reshape(rows, -1)
+    return data, gguf.quants.dequantize(data, gguf.GGMLQuantizationType[encoding.upper()])
+
+
+@pytest.mark.parametrize("encoding", ["q4_k", "q5_k", "q6_k"])
+def test_k_blocks_widen_to_the_numbers_gguf_gives(pool: ops.Pool, encoding: str) -> None:
+    data, numbers = random_blocks(encoding, 37, 2)
+    matrix = ops.Matrix(pool, (37, 512), MatrixKind.F32)
+    matrix.fill_encoded(0, encoding, data)
+    np.testing.assert_array_equal(pool.embed(matrix, np.arange(37, dtype=np.int32)), numbers)
+    assert matrix.rounding_error == 0
+
+
+@pytest.mark.parametrize("encoding", ["q4_k", "q5_k", "q6_k"])
+@pytest.mark.parametrize("kind", [MatrixKind.INT8_FAST, MatrixKind.BF16])
+def test_k_blocks_are_rounded_and_the_error_measured(
+    pool: ops.Pool, encoding: str, kind: MatrixKind
+) -> None:
+    data, numbers = random_blocks(encoding, 40, 2)
+    matrix = ops.Matrix(pool, (40, 512), kind)
+    matrix.fill_encoded(0, encoding, data[:15])
+    matrix.fill_encoded(15, encoding, data[15:])
+    result = pool.embed(matrix, np.arange(40, dtype=np.int32))
+    if kind == MatrixKind.INT8_FAST:
+        np.testing.assert_array_equal(result, rounded_int8(numbers))
+    error = np.sqrt(np.square(result - numbers).sum() / np.square(numbers).sum())
+    assert 0 < error < 0.01
+    assert matrix.rounding_error == pytest.approx(error, rel=1e-3)
+
+
+def test_rounding_of_the_scales_of_q4_k_is_measured(pool: ops.Pool) -> None:
+    data, numbers = random_blocks("q4_k", 40, 2)
+    matrix = ops.Matrix(pool, (40, 512), MatrixKind.UINT4_FAST)
+    matrix.fill_encoded(0, "q4_k", data)
+    result = pool.embed(matrix, np.arange(40, dtype=np.int32))
+    error = np.sqrt(np.square(result - numbers).sum() / np.square(numbers).sum())
+    assert matrix.rounding_error == pytest.approx(error, rel=1e-2)
 
 
 @pytest.mark.parametrize("encoding", ["q4_0", "q4_1", "q8_0"])

@@ -56,7 +56,7 @@ def test_greedy_continuation_equals_torch_runner(
     assert model_driver(runner_of(path)).greedy(PROMPT[:9], 48) == expected
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_1", "q6_k"])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_1", "q4_k", "q5_k", "q6_k"])
 def test_gguf_equals_torch_runner(kind: str, tiny_models: Any, model_driver: Any) -> None:
     path = tiny_models.gguf("wide", kind)
     torch_runner = TorchRunner(open_checkpoint(path), num_pages=64, page_size=16)
@@ -71,10 +71,18 @@ def test_gguf_equals_torch_runner(kind: str, tiny_models: Any, model_driver: Any
         ("bf16", "auto", 1e-9),
         ("f16", "auto", 1e-9),
         ("f32", "bf16", 0.1),
-        ("q8_0", "auto", 1e-3),
-        ("q4_0", "auto", 1e-3),
-        ("q4_1", "auto", 1e-3),
-        ("q6_k", "auto", 1e-9),
+        ("q8_0", "auto", 0.1),
+        ("q4_0", "auto", 0.1),
+        ("q4_1", "auto", 0.1),
+        ("q4_k", "auto", 0.1),
+        ("q5_k", "auto", 0.1),
+        ("q6_k", "auto", 0.1),
+        ("q8_0", "stored", 1e-3),
+        ("q4_0", "stored", 1e-3),
+        ("q4_1", "stored", 1e-3),
+        ("q4_k", "stored", 1e-9),
+        ("q5_k", "stored", 1e-9),
+        ("q6_k", "stored", 1e-9),
         ("q8_0", "int8", 0.1),
         ("f32", "int8", 0.1),
         ("q6_k", "int8", 0.1),

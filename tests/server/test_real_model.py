@@ -20,6 +20,7 @@ import pytest
 def served(model: Path) -> Iterator[openai.OpenAI]:
     """A client of `palmette serve`; the server must end with 0 and say nothing more."""
     command = [sys.executable, "-m", "palmette.server", "serve", "--model", str(model)]
+    command += ["--weights", "stored"]  # as sure of Paris as the file's weights are
     process = subprocess.Popen(
         [*command, "--port", "0", "--kv-tokens", "2048", "--served-name", "real"],
         stdout=subprocess.PIPE,
