@@ -184,7 +184,7 @@ def _choose(row: Float32Array, params: SampleBatch, i: int, best: int, random: f
     mask = params.masks[i] if params.masks is not None and params.has_mask[i] else None
     if special is None:
         return _choose_allowed(row, params, i, mask, best, random)
-    edited = _edited(row, special, params, i)
+    edited = edited_row(row, special, params, i)
     if len(special.banned_ids):
         kept = edited[special.banned_ids]
         edited[special.banned_ids] = -np.inf
@@ -195,7 +195,10 @@ def _choose(row: Float32Array, params: SampleBatch, i: int, best: int, random: f
     return _choose_allowed(edited, params, i, mask, None, random)
 
 
-def _edited(row: Float32Array, special: RowSampling, params: SampleBatch, i: int) -> Float32Array:
+@np.errstate(over="ignore")  # of a tiny penalty: infinity is cut below
+def edited_row(
+    row: Float32Array, special: RowSampling, params: SampleBatch, i: int
+) -> Float32Array:
     """A copy of `row` with penalties and biases applied."""
     edited = row.copy()
     repetition = params.repetition_penalty[i]

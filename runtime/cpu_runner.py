@@ -23,7 +23,7 @@ from palmette.kernels.cpu.ops import (
     Vector,
     check_batch,
 )
-from palmette.kernels.sampling import HostLogits
+from palmette.kernels.cpu.sampling import NativeLogits, NativeSampler
 
 from .cpu_weights import QKV_PARTS, MatrixPlan, plan_matrices
 from .models.config import ModelConfig
@@ -73,6 +73,7 @@ class CpuRunner:
             )
             self._max_positions = min(self.config.context_length, num_pages * page_size)
             self._model = Model(self._threads, _shape(self.config, self._max_positions))
+            self._sampler = NativeSampler(self._threads, self.config.vocab_size)
             self._load_matrices(checkpoint.weights, matrices, self._model)
             self._load_vectors(checkpoint.weights, self._model)
         except BaseException:
@@ -92,7 +93,7 @@ class CpuRunner:
     def pool(self) -> HostKVPool:
         return self._pool
 
-    def launch(self, batch: ForwardBatch) -> HostLogits:
+    def launch(self, batch: ForwardBatch) -> NativeLogits:
         """Computes the step now.
 
         Raises:
@@ -107,7 +108,7 @@ class CpuRunner:
                 raise ValueError(f"token_ids: outside the vocabulary of {self.config.vocab_size}")
             if batch.positions.max() >= self._max_positions:
                 raise ValueError(f"positions: beyond the context of {self._max_positions} tokens")
-        return HostLogits(self._model.forward(batch, self._pool.data))
+        return NativeLogits(self._model.forward(batch, self._pool.data), self._sampler)
 
     def close(self) -> None:
         """Frees the weights and ends the threads; a second call does nothing."""

@@ -36,6 +36,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pm_exp": (_POINTER, _POINTER, _INT64, _POINTER),
     "pm_rope": (_POINTER, _POINTER, _POINTER, *(_INT64,) * 3, _POINTER, _POINTER),
     "pm_attention": (*(_POINTER,) * 5, *(_INT64,) * 5, _POINTER),
+    "pm_sample": (_POINTER, _POINTER, _POINTER),
     "pm_model_create": (_POINTER, _POINTER, _POINTER),
     "pm_model_set_matrix": (_POINTER, _INT64, _INT64, _POINTER),
     "pm_model_set_vector": (_POINTER, _INT64, _INT64, _POINTER),
@@ -141,6 +142,8 @@ class Library:
         for name in ("pm_pool_destroy", "pm_matrix_destroy", "pm_model_destroy"):
             getattr(self.functions, name).argtypes = (_POINTER,)
             getattr(self.functions, name).restype = None
+        self.functions.pm_sample_scratch.argtypes = (_INT64,)
+        self.functions.pm_sample_scratch.restype = _INT64
         self.functions.pm_matrix_bytes.argtypes = (_POINTER,)
         self.functions.pm_matrix_bytes.restype = _INT64
         self.functions.pm_describe.restype = ctypes.c_char_p

@@ -157,6 +157,22 @@ int pm_exp(PmPool* pool, const float* x, int64_t n, float* y) {
   return pm::share(pool, 1, 1, [&](int64_t, int64_t, int) { pm::exp_row(x, n, y); });
 }
 
+int64_t pm_sample_scratch(int64_t vocab_size) {
+  return (pm::sample_scratch_floats(vocab_size) + 15) / 16 * 16;
+}
+
+int pm_sample(PmPool* pool, const PmSampling* sampling, float* scratch) {
+  const int64_t floats = pm_sample_scratch(sampling->vocab_size);
+  if (sampling->num_rows == 1) {  // waking the others would cost more than the row
+    const pm::FloatMode mode;
+    pm::sample_row(*sampling, 0, scratch);
+    return PM_OK;
+  }
+  return pm::share(pool, sampling->num_rows, 1, [&](int64_t row, int64_t, int member) {
+    pm::sample_row(*sampling, row, scratch + member * floats);
+  });
+}
+
 int pm_rope(PmPool* pool, float* x, const int32_t* positions, int64_t t, int64_t heads, int64_t d,
             const float* cos_table, const float* sin_table) {
   if (t < 0 || heads < 1 || d < 2 || d % 2) return PM_INVALID;

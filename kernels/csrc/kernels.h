@@ -168,6 +168,11 @@ void add_row(const float* x, int64_t count, float* y);  // y += x
 // One head, rotate-half: x [D]; cos, sin [D / 2] of the position.
 void rope_head(float* x, int64_t d, const float* cos_row, const float* sin_row);
 
+// ---- choosing tokens (sample.cpp) --------------------------------------------------------------
+
+int64_t sample_scratch_floats(int64_t vocab_size);
+void sample_row(const PmSampling& sampling, int64_t index, float* scratch);
+
 // ---- attention (attention.cpp, attention_plan.cpp) ----------------------------------------------
 
 constexpr int64_t BLOCK = 64;  // positions

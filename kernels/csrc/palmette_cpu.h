@@ -97,6 +97,27 @@ struct PmBatch {
   const int32_t* sample_rows;       // [S]
 };
 
+// One step's choices, by the rule of kernels/sampling.py. Checked by the caller.
+struct PmSampling {
+  int64_t num_rows;  // S
+  int64_t vocab_size;
+  int64_t most_top;             // width of top_ids and top_logprobs
+  const float* logits;          // [S, V]
+  const float* const* edited;   // [S] the row to choose from, [V]; null: that of the logits
+  const int32_t* const* masks;  // [S] bits of the allowed ids, [ceil(V / 32)]; null: all
+  const int32_t* targets;       // [S] -1: choose
+  const float* temperature;     // [S]
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const double* random;    // [S] in [0, 1)
+  const int32_t* num_top;  // [S]
+  int32_t* token_ids;      // [S] results
+  float* logprobs;
+  int32_t* top_ids;  // [S, most_top]
+  float* top_logprobs;
+};
+
 struct PmPool;
 struct PmMatrix;
 struct PmModel;
@@ -133,6 +154,9 @@ PM_EXPORT int pm_rope(PmPool* pool, float* x, const int32_t* positions, int64_t 
 PM_EXPORT int pm_attention(PmPool* pool, const PmBatch* batch, const float* q,
                            const float* k_pages, const float* v_pages, int64_t page_size,
                            int64_t h, int64_t g, int64_t d, int64_t window, float* out);
+// scratch [threads, pm_sample_scratch(V)] floats, 64-byte aligned
+PM_EXPORT int64_t pm_sample_scratch(int64_t vocab_size);
+PM_EXPORT int pm_sample(PmPool* pool, const PmSampling* sampling, float* scratch);
 PM_EXPORT int pm_exp(PmPool* pool, const float* x, int64_t n, float* y);
 
 // The whole model. It borrows the pool, the matrices and the vectors: keep them alive.

@@ -1,24 +1,41 @@
-"""HostLogits against a slow, obvious float64 oracle, and the laws of the random stream."""
+"""Both samplers against a slow, obvious float64 oracle, and the laws of the random stream."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from palmette.kernels import sampling
+from palmette.kernels.cpu import build, ops
+from palmette.kernels.cpu.sampling import NativeSampler
 from palmette.kernels.sampling import (
     NOT_FINITE,
     HostLogits,
     RowSampling,
     SampleBatch,
+    SampleResult,
     _inverse_cdf,
     allowed_ids,
-    sample_rows,
     uniforms,
 )
+
+Sample = Callable[[np.ndarray, SampleBatch], SampleResult]
+
+
+@pytest.fixture(scope="module", params=["numpy", *build.instruction_sets()])
+def sample_rows(request: pytest.FixtureRequest) -> Iterator[Sample]:
+    """kernels.sampling.sample_rows, and the native library's on two threads."""
+    if request.param == "numpy":
+        yield sampling.sample_rows
+        return
+    pool = ops.Pool(2, instruction_set=request.param)
+    yield lambda logits, params: NativeSampler(pool, logits.shape[1]).sample(logits, params)
+    pool.close()
 
 
 def int32(*ids: int) -> np.ndarray:
@@ -139,7 +156,7 @@ def oracle_distribution(row: np.ndarray, params: SampleBatch, i: int) -> np.ndar
     return out / out.sum()
 
 
-def check_against_oracle(logits: np.ndarray, params: SampleBatch) -> None:
+def check_against_oracle(logits: np.ndarray, params: SampleBatch, sample_rows: Sample) -> None:
     """Every chosen id is the one whose interval of the oracle's CDF holds the random number."""
     result = sample_rows(logits, params)
     random = uniforms(params.seeds, params.choices, params.positions)
@@ -171,26 +188,26 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("vocab_size", [1, 33, 1000, 12289])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_choice_equals_oracle(case: str, vocab_size: int) -> None:
+def test_choice_equals_oracle(case: str, vocab_size: int, sample_rows: Sample) -> None:
     rng = np.random.default_rng(7)
     logits = (rng.standard_normal((12, vocab_size)) * 3).astype(np.float32)
     params = batch(12, **CASES[case], seeds=np.arange(12), positions=np.arange(12) + 5)
-    check_against_oracle(logits, params)
+    check_against_oracle(logits, params, sample_rows)
 
 
 @pytest.mark.parametrize("num_allowed", [1, 2, 40, 500, 980, 999])
 @pytest.mark.parametrize("case", ["greedy", "temperature", "top_k", "top_p", "all_filters"])
-def test_masked_choice_equals_oracle(case: str, num_allowed: int) -> None:
+def test_masked_choice_equals_oracle(case: str, num_allowed: int, sample_rows: Sample) -> None:
     rng = np.random.default_rng(8)
     logits = (rng.standard_normal((12, 1000)) * 3).astype(np.float32)
     masks = [mask_of(list(rng.choice(1000, num_allowed, replace=False)), 1000) for _ in range(12)]
     params = batch(12, **CASES[case], masks=masks, seeds=np.arange(12))
-    check_against_oracle(logits, params)
+    check_against_oracle(logits, params, sample_rows)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("case", ["greedy", "temperature", "all_filters"])
-def test_penalties_bias_and_bans_equal_oracle(case: str, masked: bool) -> None:
+def test_penalties_bias_and_bans_equal_oracle(case: str, masked: bool, sample_rows: Sample) -> None:
     rng = np.random.default_rng(9)
     vocab_size = 70
     logits = (rng.standard_normal((30, vocab_size)) * 2).astype(np.float32)
@@ -216,11 +233,11 @@ def test_penalties_bias_and_bans_equal_oracle(case: str, masked: bool) -> None:
         frequency_penalty=-0.3,
         repetition_penalty=1.3,
     )
-    check_against_oracle(logits, params)
+    check_against_oracle(logits, params, sample_rows)
 
 
 @pytest.mark.parametrize("case", ["temperature", "top_k", "top_p", "min_p"])
-def test_draws_follow_the_distribution(case: str) -> None:
+def test_draws_follow_the_distribution(case: str, sample_rows: Sample) -> None:
     """Chi-square over 10,000 draws; the limit is the 0.9999 quantile by Wilson and Hilferty."""
     rng = np.random.default_rng(10)
     row = (rng.standard_normal(40) * 1.5).astype(np.float32)
@@ -270,7 +287,7 @@ def test_uniforms_equal_python_integers() -> None:
     assert uniforms(seeds, choices, positions).tolist() == wanted
 
 
-def test_same_seed_same_token_and_choices_differ() -> None:
+def test_same_seed_same_token_and_choices_differ(sample_rows: Sample) -> None:
     rng = np.random.default_rng(11)
     row = rng.standard_normal(5000).astype(np.float32)
     logits = np.tile(row, (64, 1))
@@ -280,7 +297,7 @@ def test_same_seed_same_token_and_choices_differ() -> None:
     assert len(set(first[:32].tolist())) > 25
 
 
-def test_choices_are_independent() -> None:
+def test_choices_are_independent(sample_rows: Sample) -> None:
     """Two choices of one seed agree as often as two independent draws do (1/8), 4 sigma."""
     draws = 10_000
     logits = np.zeros((draws, 8), np.float32)
@@ -322,7 +339,7 @@ def pick(params: SampleBatch, order: np.ndarray) -> SampleBatch:
 
 
 @pytest.mark.parametrize("vocab_size", [37, 4999, 20001])
-def test_row_depends_on_nothing_but_itself(vocab_size: int) -> None:
+def test_row_depends_on_nothing_but_itself(vocab_size: int, sample_rows: Sample) -> None:
     """Bit for bit the same alone, in another order and at another memory alignment."""
     rng = np.random.default_rng(12)
     logits, params = mixed_batch(rng, vocab_size)
@@ -339,16 +356,16 @@ def test_row_depends_on_nothing_but_itself(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("num_banned", [1, 700, 4000])
-def test_logits_are_not_changed(num_banned: int) -> None:
+def test_logits_are_not_changed(num_banned: int, sample_rows: Sample) -> None:
     logits, params = mixed_batch(np.random.default_rng(13), 5000)
     before = logits.copy()
-    HostLogits(logits).sample(params)
+    sample_rows(logits, params)
     masks = [mask_of(list(range(num_banned, 5000)), 5000)] * 10
-    HostLogits(logits).sample(batch(10, temperature=1.0, masks=masks))
+    sample_rows(logits, batch(10, temperature=1.0, masks=masks))
     np.testing.assert_array_equal(logits, before)
 
 
-def test_logprobs_and_top_equal_oracle() -> None:
+def test_logprobs_and_top_equal_oracle(sample_rows: Sample) -> None:
     rng = np.random.default_rng(14)
     logits = (rng.standard_normal((6, 3001)) * 4).astype(np.float32)
     result = sample_rows(logits, batch(6, num_top=int32(-1, 0, 1, 5, 20, 3001)))
@@ -363,7 +380,7 @@ def test_logprobs_and_top_equal_oracle() -> None:
         np.testing.assert_allclose(result.top_logprobs[i], wanted[order], rtol=2e-7, atol=2e-6)
 
 
-def test_logprobs_are_of_the_raw_distribution() -> None:
+def test_logprobs_are_of_the_raw_distribution(sample_rows: Sample) -> None:
     row = np.array([[1.0, 2.0, 3.0, 4.0]], np.float32)
     special = row_sampling(bias_ids=int32(0), bias_values=np.array([50], np.float32))
     params = batch(1, temperature=0.3, num_top=2, rows=[special], masks=[mask_of([0], 4)])
@@ -374,13 +391,13 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert result.top_logprobs[0].dtype == np.float32
 
 
-def test_chosen_logprob_equals_its_entry_in_top() -> None:
+def test_chosen_logprob_equals_its_entry_in_top(sample_rows: Sample) -> None:
     logits = np.random.default_rng(15).standard_normal((50, 2000)).astype(np.float32)
     result = sample_rows(logits, batch(50, num_top=1))
     assert [top[0] for top in result.top_logprobs] == result.logprobs.tolist()
 
 
-def test_target_is_scored_not_sampled() -> None:
+def test_target_is_scored_not_sampled(sample_rows: Sample) -> None:
     row = np.array([[1.0, 9.0, 3.0]], np.float32)
     params = batch(1, targets=2, temperature=1.0, num_top=1, masks=[mask_of([1], 3)])
     result = sample_rows(row, params)
@@ -389,7 +406,7 @@ def test_target_is_scored_not_sampled() -> None:
     assert result.top_ids[0].tolist() == [1]
 
 
-def test_target_is_scored_without_top() -> None:
+def test_target_is_scored_without_top(sample_rows: Sample) -> None:
     result = sample_rows(np.zeros((1, 4), np.float32), batch(1, targets=3))
     assert result.logprobs[0] == pytest.approx(-math.log(4))
 
@@ -397,7 +414,9 @@ def test_target_is_scored_without_top() -> None:
 @pytest.mark.parametrize("targets", [-1, 1])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_row_that_is_not_finite_is_told(bad: float, temperature: float, targets: int) -> None:
+def test_row_that_is_not_finite_is_told(
+    bad: float, temperature: float, targets: int, sample_rows: Sample
+) -> None:
     logits = np.zeros((3, 100), np.float32)
     logits[1, 60 if bad != -np.inf else slice(None)] = bad
     masks = [mask_of([5, 6], 100)] * 3
@@ -410,7 +429,7 @@ def test_row_that_is_not_finite_is_told(bad: float, temperature: float, targets:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nothing_left_by_mask_is_told(temperature: float) -> None:
+def test_nothing_left_by_mask_is_told(temperature: float, sample_rows: Sample) -> None:
     logits = np.zeros((2, 100), np.float32)
     logits[1, 7] = -np.inf
     masks = [mask_of([], 100), mask_of([7], 100)]
@@ -419,7 +438,7 @@ def test_nothing_left_by_mask_is_told(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-6])
-def test_ties_go_to_the_lowest_id_when_cold(temperature: float) -> None:
+def test_ties_go_to_the_lowest_id_when_cold(temperature: float, sample_rows: Sample) -> None:
     row = np.zeros((1, 5000), np.float32)
     row[0, [40, 700, 4000]] = 3.0
     params = batch(1, temperature=temperature, top_k=1)
@@ -427,14 +446,14 @@ def test_ties_go_to_the_lowest_id_when_cold(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.00021}])
-def test_ties_are_kept_by_id(filters: dict[str, float]) -> None:
+def test_ties_are_kept_by_id(filters: dict[str, float], sample_rows: Sample) -> None:
     """5,000 equal logits: two are kept, ids 0 and 1, both drawn over 200 positions."""
     params = batch(200, temperature=1.0, positions=np.arange(200), **filters)
     tokens = sample_rows(np.zeros((200, 5000), np.float32), params).token_ids
     assert set(tokens.tolist()) == {0, 1}
 
 
-def test_top_p_cuts_through_ties_by_id() -> None:
+def test_top_p_cuts_through_ties_by_id(sample_rows: Sample) -> None:
     """Of 4,000 equal logits above 1,000 small ones, half the sum is the first 2,000 ids."""
     row = np.zeros(5000, np.float32)
     row[4000:] = -20
@@ -443,13 +462,13 @@ def test_top_p_cuts_through_ties_by_id() -> None:
     assert 1900 < tokens.max() <= 2000
 
 
-def test_tiny_top_p_keeps_the_best() -> None:
+def test_tiny_top_p_keeps_the_best(sample_rows: Sample) -> None:
     logits = np.random.default_rng(16).standard_normal((20, 3000)).astype(np.float32)
     params = batch(20, temperature=1.0, top_p=1e-30, seeds=np.arange(20))
     assert sample_rows(logits, params).token_ids.tolist() == logits.argmax(axis=1).tolist()
 
 
-def test_tiny_temperature_is_greedy_without_ties() -> None:
+def test_tiny_temperature_is_greedy_without_ties(sample_rows: Sample) -> None:
     logits = np.random.default_rng(17).standard_normal((20, 3000)).astype(np.float32)
     params = batch(20, temperature=1e-6, seeds=np.arange(20))
     assert sample_rows(logits, params).token_ids.tolist() == logits.argmax(axis=1).tolist()
@@ -457,7 +476,7 @@ def test_tiny_temperature_is_greedy_without_ties() -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1025])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_all_but_one_masked(temperature: float, vocab_size: int) -> None:
+def test_all_but_one_masked(temperature: float, vocab_size: int, sample_rows: Sample) -> None:
     last = vocab_size - 1
     logits = np.zeros((1, vocab_size), np.float32)
     logits[0, last] = -1e30
@@ -465,14 +484,14 @@ def test_all_but_one_masked(temperature: float, vocab_size: int) -> None:
     assert sample_rows(logits, params).token_ids.tolist() == [last]
 
 
-def test_mask_wins_over_bias() -> None:
+def test_mask_wins_over_bias(sample_rows: Sample) -> None:
     special = row_sampling(bias_ids=int32(2), bias_values=np.array([100], np.float32))
     params = batch(1, rows=[special], masks=[mask_of([0, 1], 3)])
     logits = np.array([[0.0, 1.0, 50.0]], np.float32)
     assert sample_rows(logits, params).token_ids.tolist() == [1]
 
 
-def test_ban_gives_way_when_the_grammar_allows_nothing_else() -> None:
+def test_ban_gives_way_when_the_grammar_allows_nothing_else(sample_rows: Sample) -> None:
     special = row_sampling(banned_ids=int32(2))
     masks = [mask_of([2], 3), mask_of([1, 2], 3)]
     params = batch(2, rows=[special, special], masks=masks)
@@ -480,13 +499,13 @@ def test_ban_gives_way_when_the_grammar_allows_nothing_else() -> None:
     assert sample_rows(logits, params).token_ids.tolist() == [2, 1]
 
 
-def test_ban_gives_way_when_everything_is_banned() -> None:
+def test_ban_gives_way_when_everything_is_banned(sample_rows: Sample) -> None:
     special = row_sampling(banned_ids=int32(0, 1))
     logits = np.array([[0.0, 1.0]], np.float32)
     assert sample_rows(logits, batch(1, rows=[special])).token_ids.tolist() == [1]
 
 
-def test_min_p_of_one_keeps_the_best_and_its_ties() -> None:
+def test_min_p_of_one_keeps_the_best_and_its_ties(sample_rows: Sample) -> None:
     row = np.array([1.0, 3.0, 2.0, 3.0], np.float32)
     params = batch(100, temperature=1.0, min_p=1.0, positions=np.arange(100))
     assert set(sample_rows(np.tile(row, (100, 1)), params).token_ids.tolist()) == {1, 3}
@@ -500,14 +519,14 @@ def test_ends_of_the_cdf_never_reach_weight_zero(random: float, length: int) -> 
     assert _inverse_cdf(weights, random) == (3 if random == 0 else 7)
 
 
-def test_repetition_penalty_never_makes_a_logit_infinite() -> None:
+def test_repetition_penalty_never_makes_a_logit_infinite(sample_rows: Sample) -> None:
     special = row_sampling(prompt_ids=int32(0))
     params = batch(1, rows=[special], repetition_penalty=1e-38, temperature=1.0)
     logits = np.array([[1e5, 1.0]], np.float32)
     assert sample_rows(logits, params).token_ids.tolist() == [0]
 
 
-def test_minus_infinity_is_never_drawn() -> None:
+def test_minus_infinity_is_never_drawn(sample_rows: Sample) -> None:
     logits = np.full((500, 9000), -np.inf, np.float32)
     logits[:, [17, 8999]] = 0.0
     params = batch(500, temperature=1.0, positions=np.arange(500))
@@ -519,9 +538,37 @@ def test_allowed_ids_ignores_padding_bits() -> None:
     assert ids is not None and ids.tolist() == [0, 31, 32, 996]
 
 
-def test_no_rows() -> None:
+def test_no_rows(sample_rows: Sample) -> None:
     result = sample_rows(np.empty((0, 10), np.float32), batch(0))
     assert len(result.token_ids) == 0 and result.top_ids == ()
+
+
+@pytest.mark.parametrize("scale", [0.01, 3.0])
+def test_native_ids_equal_numpys_at_the_size_of_a_vocabulary(scale: float) -> None:
+    """Every mix of filters and masks, 96 rows of 49,152 logits: flat and peaked distributions."""
+    rng = np.random.default_rng(20)
+    num_rows, vocab_size = 96, 49_152
+    logits = (rng.standard_normal((num_rows, vocab_size)) * scale).astype(np.float32)
+    dense = rng.integers(-(2**31), 2**31, (num_rows, vocab_size // 32)).astype(np.int32)
+    dense[::2] &= np.where(rng.random(vocab_size // 32) < 0.05, -1, 0).astype(np.int32)
+    params = batch(
+        num_rows,
+        temperature=rng.choice([0, 0.5, 1, 2], num_rows),
+        top_k=rng.choice([-1, 1, 40, 3000], num_rows),
+        top_p=rng.choice([1, 0.3, 0.95], num_rows),
+        min_p=rng.choice([0, 0.02], num_rows),
+        num_top=rng.choice([-1, 0, 20], num_rows),
+        seeds=np.arange(num_rows),
+        masks=[row if i % 3 else None for i, row in enumerate(dense)],
+    )
+    expected = sampling.sample_rows(logits, params)
+    pool = ops.Pool(2)
+    result = NativeSampler(pool, vocab_size).sample(logits, params)
+    np.testing.assert_array_equal(result.token_ids, expected.token_ids)
+    np.testing.assert_allclose(result.logprobs, expected.logprobs, rtol=0, atol=2e-6)
+    for ids, wanted in zip(result.top_ids, expected.top_ids, strict=True):
+        np.testing.assert_array_equal(ids, wanted)
+    pool.close()
 
 
 @pytest.mark.parametrize("logits", [np.zeros(4, np.float32), np.zeros((1, 4))])
