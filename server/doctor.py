@@ -27,7 +27,10 @@ _EXTRAS = {
     "torch": ("torch",),
     "cuda": ("triton", "flashinfer"),
 }
-_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "asimd")
+_FLAGS = (
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile"),
+    *("asimd", "asimddp"),
+)
 _GIB = 1024**3
 
 

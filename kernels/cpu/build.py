@@ -15,6 +15,7 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -32,8 +33,13 @@ logger = logging.getLogger(__name__)
 SOURCE_DIR = Path(__file__).resolve().parent.parent / "csrc"
 COMPILERS = ("g++", "c++", "clang++")
 BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
-LINK_FLAGS = ("-lpthread",)
+LINK_FLAGS = ("-pthread",)
 COMPILE_TIMEOUT_S = 600.0
+
+# GCC for ARM would load ahead so much that the accumulators of a tile leave their registers.
+NEON_FLAGS = ("-fno-schedule-insns", "-DPM_ISA_NEON")
+# What asks a compiler for the CPU it runs on; some compilers for ARM know the second one only.
+NATIVE_FLAGS = ("-march=native", "-mcpu=native")
 
 # Instruction sets, best first: the macros the compiler must define for this CPU, and the flags.
 INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -44,10 +50,19 @@ INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("-mavx2", "-mfma", "-mf16c", "-DPM_ISA_AVX512"),
         ),
     ),
+    "avxvnni": (  # 256 bits: most client CPUs since 2021
+        ("__AVX2__", "__FMA__", "__F16C__", "__AVXVNNI__"),
+        ("-mavx2", "-mfma", "-mf16c", "-mavxvnni", "-DPM_ISA_AVX2"),
+    ),
     "avx2": (
         ("__AVX2__", "__FMA__", "__F16C__"),
         ("-mavx2", "-mfma", "-mf16c", "-DPM_ISA_AVX2"),
     ),
+    "neon-dot": (
+        ("__aarch64__", "__ARM_NEON", "__ARM_FEATURE_DOTPROD"),
+        ("-march=armv8.2-a+dotprod", *NEON_FLAGS),
+    ),
+    "neon": (("__aarch64__", "__ARM_NEON"), ("-march=armv8-a", *NEON_FLAGS)),
     "portable": ((), ()),
 }
 
@@ -97,7 +112,9 @@ def build(instruction_set: str = "auto", cache_dir: Path | None = None) -> Build
     compiler, version, _ = _compiler()
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
     flags = (*BASE_FLAGS, *INSTRUCTION_SETS[name][1])
-    digest = hashlib.sha256(repr((version, sys.platform, flags, LINK_FLAGS)).encode())
+    digest = hashlib.sha256(
+        repr((version, sys.platform, platform.machine(), flags, LINK_FLAGS)).encode()
+    )
     for source in (*sources, *sorted(SOURCE_DIR.glob("*.h"))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     file_name = f"cpu-{name}-{digest.hexdigest()[:20]}.so"
@@ -157,12 +174,19 @@ def _compiler() -> tuple[str, str, frozenset[str]]:
             "Fedora: dnf install gcc-c++; macOS: xcode-select --install) or use the torch runner"
         )
     version = _run([path, "--version"]).splitlines()[0]
-    try:
-        text = _run([path, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
-    except RuntimeError:  # a compiler that does not know this CPU still builds portable code
-        text = ""
-    macros = frozenset(line.split()[1] for line in text.splitlines() if line.startswith("#define"))
-    return path, version, macros
+    return path, version, _native_macros(path)
+
+
+def _native_macros(compiler: str) -> frozenset[str]:
+    """What the compiler defines for this CPU, or for its target where it does not know the CPU."""
+    for flags in (*((flag,) for flag in NATIVE_FLAGS), ()):
+        try:
+            text = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
+        except RuntimeError:
+            continue
+        lines = text.splitlines()
+        return frozenset(line.split()[1] for line in lines if line.startswith("#define"))
+    return frozenset()  # portable code may still compile
 
 
 def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:

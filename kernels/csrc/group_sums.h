@@ -26,7 +26,7 @@ PM_INLINE void clear(Sums<R>& sums) {
     PM_UNROLL for (int v = 0; v < NV; ++v) sums.lanes[r][v] = I{};
 }
 
-#if defined(PM_ISA_AVX2)
+#if defined(PM_ISA_AVX2) && !defined(__AVXVNNI__)
 // Two 16-bit products are one instruction (vpmaddwd): 16-bit inputs cost no more than 8-bit ones
 // next to signed bytes, whose sign vpmaddubsw could only take with a further instruction per row.
 

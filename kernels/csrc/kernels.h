@@ -31,14 +31,19 @@ uint16_t float_to_bf16(float x);
 
 // ---- weights (matrix.cpp) ----------------------------------------------------------------------
 
-constexpr int NV = 2;         // vectors per panel
+constexpr int NV = PM_NV;      // vectors per panel
 constexpr int PW = NV * W;    // outputs per panel
-#if PM_W == 16
-constexpr int FLOAT_ROWS = 12;  // rows per tile: 12 x 2 accumulators + 2 weights + 1 of 32 registers
+// Rows per tile of floats and of integers. Float accumulators of an integer tile may rest in memory
+// during a group.
+#if defined(PM_ISA_NEON)
+constexpr int FLOAT_ROWS = 6;  // 6 x 4 accumulators + 4 weights + 1 of 32 registers
+constexpr int INT_ROWS = 4;    // 4 x 4 integer accumulators
+#elif PM_W == 16
+constexpr int FLOAT_ROWS = 12;  // 12 x 2 + 2 + 1 of 32
 constexpr int INT_ROWS = 6;     // 6 x 2 integer and 6 x 2 float accumulators
 #else
 constexpr int FLOAT_ROWS = 6;  // 6 x 2 + 2 + 1 of 16
-constexpr int INT_ROWS = 4;  // 4 x 2 integer accumulators; the float ones rest in memory
+constexpr int INT_ROWS = 4;    // 4 x 2 integer accumulators
 #endif
 constexpr int64_t TASK_PANELS = 4;  // panels that one task of a linear takes at most
 
@@ -46,8 +51,9 @@ inline bool is_integer(int64_t kind) { return kind >= PM_INT8; }
 inline bool is_uint4(int64_t kind) { return kind == PM_UINT4 || kind == PM_UINT4_FAST; }
 // The kinds whose activations have 15 bits, not 8.
 constexpr bool has_fine_inputs(int64_t kind) { return kind == PM_INT8 || kind == PM_UINT4; }
-// Bytes of a packed activation. AVX2 multiplies signed bytes as 16-bit numbers (group_sums.h).
-#if defined(PM_ISA_AVX2)
+// Bytes of a packed activation. AVX2 without VNNI multiplies signed bytes as 16-bit numbers
+// (group_sums.h).
+#if defined(PM_ISA_AVX2) && !defined(__AVXVNNI__)
 constexpr bool HAS_WIDE_INPUTS = true;
 #else
 constexpr bool HAS_WIDE_INPUTS = false;
@@ -101,8 +107,8 @@ void matrix_row(const PmMatrix* matrix, int64_t row, float* out);  // out [K]
 // the row's bits. One block of R rows:
 //   float kinds     [K][R] floats: a tile reads R neighbouring floats per k
 //   integer kinds   per group: input_bytes * 32 bytes per row, then R float scales, then R sums of
-//                   the group's integers (int8: int32; uint4: float, scaled). The inputs: [8][R] x 4
-//                   bytes; of two bytes: two such, high digits (base 128) first, or with
+//                   the group's integers (int8: int32; uint4: float, scaled). Inputs of one byte:
+//                   [8][R] x 4; of two bytes: two such, high digits (base 128) first, or with
 //                   HAS_WIDE_INPUTS [8][2][R] x 2 16-bit integers: 0 and 2, 1 and 3 of four
 struct RowBlocks {
   int64_t m, num, base, extra;  // `extra` blocks of base + 1 rows, then blocks of base rows
@@ -119,7 +125,8 @@ struct RowBlocks {
 
 // Bytes that M packed rows of K inputs need for this kind of matrix.
 inline int64_t packed_bytes(int64_t kind, int64_t m, int64_t k) {
-  return is_integer(kind) ? m * (k / GROUP) * (input_bytes(kind) * GROUP + 8) : m * k * (int64_t)sizeof(float);
+  if (!is_integer(kind)) return m * k * (int64_t)sizeof(float);
+  return m * (k / GROUP) * (input_bytes(kind) * GROUP + 8);
 }
 // Columns k0 .. k1 of row `index` of a block of `rows` rows; x points at column k0. For integer
 // kinds k0 and k1 are multiples of GROUP.
@@ -142,15 +149,18 @@ void linear_panels_int(const PmMatrix* matrix, const unsigned char* packed,
 constexpr int PREFETCH_BYTES = 4096;  // ahead in each weight stream
 PM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
+// The last outputs of a row; out of line, because it is in every tile and seldom used.
+inline __attribute__((noinline)) void put_first(float* at, F value, int64_t outputs, bool add) {
+  store_first(at, add ? load_first(at, outputs) + value : value, outputs);
+}
+
 // Stores or adds the vector of outputs n .. n + W of one row; `outputs` are left in the row.
 PM_INLINE void put(float* row, int64_t n, int64_t outputs, F value, bool add) {
   float* at = row + n;
-  if (n + W <= outputs) {
+  if (n + W <= outputs)
     store(at, add ? load(at) + value : value);
-  } else if (n < outputs) {
-    const F old = add ? load_first(at, outputs - n) : F{};
-    store_first(at, add ? old + value : value, outputs - n);
-  }
+  else if (n < outputs)
+    put_first(at, value, outputs - n, add);
 }
 
 // How many panels one task takes, so that every member gets several tasks.

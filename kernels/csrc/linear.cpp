@@ -54,8 +54,10 @@ void tile(const unsigned char* w, int64_t panel_bytes, const float* x, int64_t k
 typedef void (*Tile)(const unsigned char*, int64_t, const float*, int64_t, float*, int64_t,
                      int64_t, bool);
 
-// Few rows: several panels at once hide the latency of the chains.
-constexpr int panels_per_tile(int rows) { return rows <= 2 ? 4 : rows == 3 ? 2 : 1; }
+// Few rows: several panels at once hide the latency of the chains; at most 16 accumulators.
+constexpr int panels_per_tile(int rows) {
+  return rows == 1 ? 4 : rows == 2 ? 8 / NV : rows == 3 && NV == 2 ? 2 : 1;
+}
 constexpr int at_most(int panels, int rows) {
   return panels < panels_per_tile(rows) ? panels : panels_per_tile(rows);
 }

@@ -1,5 +1,6 @@
-// Vectors of W floats. The same functions for AVX-512, AVX2+FMA and plain C++ (GCC and Clang
-// vector extensions), chosen when the library is compiled; one build holds exactly one of them.
+// Vectors of W floats. The same functions for AVX-512, AVX2+FMA (with or without AVX-VNNI), NEON
+// (with or without the dot product extension) and plain C++ (GCC and Clang vector extensions),
+// chosen when the library is compiled; one build holds exactly one of them.
 //
 // Compiled with -ffp-contract=off: a multiply and an add are fused exactly where fma() says so,
 // so no two code paths of a build can differ by what the compiler made of them.
@@ -9,21 +10,45 @@
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
+#if defined(PM_ISA_NEON)
+#include <arm_neon.h>
+#endif
 
+// PM_W floats a vector, PM_NV vectors a panel of weights.
 #if defined(PM_ISA_AVX512)
 #define PM_W 16
+#define PM_NV 2
+#define PM_HAS_32_REGISTERS 1
 #define PM_ISA_NAME "avx512"
 #elif defined(PM_ISA_AVX2)
 #define PM_W 8
+#define PM_NV 2
+#define PM_HAS_32_REGISTERS 0
+#if defined(__AVXVNNI__)
+#define PM_ISA_NAME "avxvnni"
+#else
 #define PM_ISA_NAME "avx2"
+#endif
+#elif defined(PM_ISA_NEON)
+#define PM_W 4
+#define PM_NV 4
+#define PM_HAS_32_REGISTERS 1
+#if defined(__ARM_FEATURE_DOTPROD)
+#define PM_ISA_NAME "neon-dot"
+#else
+#define PM_ISA_NAME "neon"
+#endif
 #else
 #define PM_W 4
+#define PM_NV 2
+#define PM_HAS_32_REGISTERS 0
+#define PM_IS_PORTABLE 1
 #define PM_ISA_NAME "portable"
 #endif
 
 #define PM_INLINE inline __attribute__((always_inline))
 #define PM_UNROLL _Pragma("GCC unroll 64")
-#if PM_W == 4
+#if defined(PM_IS_PORTABLE)
 #define PM_UNROLL_VECTOR  // the portable build: small code and a short compilation
 #else
 #define PM_UNROLL_VECTOR PM_UNROLL
@@ -66,6 +91,7 @@ PM_INLINE F load_first(const float* p, int64_t n) {
 #elif defined(PM_ISA_AVX2)
   return (F)_mm256_maskload_ps(p, (__m256i)(lane_index() < splat_int((int32_t)n)));
 #else
+  if (n >= W) return load(p);
   F v{};
   std::memcpy(&v, p, (size_t)n * sizeof(float));
   return v;
@@ -77,6 +103,7 @@ PM_INLINE void store_first(float* p, F v, int64_t n) {
 #elif defined(PM_ISA_AVX2)
   _mm256_maskstore_ps(p, (__m256i)(lane_index() < splat_int((int32_t)n)), (__m256)v);
 #else
+  if (n >= W) return store(p, v);
   std::memcpy(p, &v, (size_t)n * sizeof(float));
 #endif
 }
@@ -86,6 +113,8 @@ PM_INLINE F fma(F a, F b, F c) {
   return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(PM_ISA_AVX2)
   return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(PM_ISA_NEON)
+  return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
@@ -142,6 +171,8 @@ PM_INLINE F load_bf16(const uint16_t* p) {
   return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #elif defined(PM_ISA_AVX2)
   return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#elif defined(PM_ISA_NEON)
+  return (F)vshll_n_u16(vld1_u16(p), 16);
 #else
   I v;
   for (int i = 0; i < W; ++i) v[i] = (int32_t)((uint32_t)p[i] << 16);
@@ -167,6 +198,8 @@ PM_INLINE F load_half(const uint16_t* p) {
   return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(PM_ISA_AVX2)
   return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(PM_ISA_NEON)
+  return (F)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
   F v;
   for (int i = 0; i < W; ++i) v[i] = half_to_float(p[i]);
@@ -174,19 +207,33 @@ PM_INLINE F load_half(const uint16_t* p) {
 #endif
 }
 
-// Per 32-bit lane: acc + the dot product of four bytes, exact. Unsigned weights are 0 .. 15 (any
-// 8-bit value on AVX-512); signed weights lie as w + SIGNED_OFFSET, and the caller starts acc at
-// -SIGNED_OFFSET * (the sum of x). x is signed, -127 .. 127.
-#if defined(PM_ISA_AVX512)
+// Per 32-bit lane: acc + the dot product of four bytes, exact. x is signed, -127 .. 127. Unsigned
+// weights are 0 .. 127. Signed weights are any byte and lie as w + SIGNED_OFFSET; the caller starts
+// acc at -SIGNED_OFFSET * (the sum of x).
+#if defined(PM_ISA_AVX512) || defined(__AVXVNNI__)
 constexpr int SIGNED_OFFSET = 128;  // vpdpbusd takes unsigned weights only
 #else
 constexpr int SIGNED_OFFSET = 0;
 #endif
+#if defined(PM_ISA_NEON)
+PM_INLINE I dot4_signed(I acc, I w, I x) {
+  const int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
+#if defined(__ARM_FEATURE_DOTPROD)
+  return (I)vdotq_s32((int32x4_t)acc, a, b);
+#else
+  const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+  return (I)vpadalq_s16((int32x4_t)acc, vpaddq_s16(low, high));  // at most 2 * 128 * 127 per pair
+#endif
+}
+PM_INLINE I dot4_unsigned(I acc, I w, I x) { return dot4_signed(acc, w, x); }
+#else
 PM_INLINE I dot4_unsigned(I acc, I w, I x) {
 #if defined(PM_ISA_AVX512)
   return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return (I)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
 #elif defined(PM_ISA_AVX2)
-  const __m256i pairs = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);  // at most 2 * 15 * 127
+  const __m256i pairs = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);  // at most 2 * 127 * 127
   return acc + (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
   for (int byte = 0; byte < 4; ++byte)
@@ -195,7 +242,7 @@ PM_INLINE I dot4_unsigned(I acc, I w, I x) {
 #endif
 }
 PM_INLINE I dot4_signed(I acc, I w, I x) {
-#if defined(PM_ISA_AVX512)
+#if defined(PM_ISA_AVX512) || defined(__AVXVNNI__)
   return dot4_unsigned(acc, w, x);
 #elif defined(PM_ISA_AVX2)
   const __m256i magnitude = _mm256_abs_epi8((__m256i)w);  // at most 2 * 128 * 127 per pair
@@ -207,11 +254,16 @@ PM_INLINE I dot4_signed(I acc, I w, I x) {
   return acc;
 #endif
 }
+#endif
 
 // The low bytes of W lanes.
 PM_INLINE void store_bytes(int8_t* p, I v) {
 #if defined(PM_ISA_AVX512)
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(PM_ISA_NEON)
+  const int16x4_t narrow = vmovn_s32((int32x4_t)v);
+  const int8x8_t bytes = vmovn_s16(vcombine_s16(narrow, narrow));
+  std::memcpy(p, &bytes, W);
 #else
   for (int i = 0; i < W; ++i) p[i] = (int8_t)v[i];
 #endif
@@ -256,6 +308,17 @@ PM_INLINE void transpose(const float* const* rows, int64_t offset, float* out, i
     _mm256_storeu_ps(out + j * stride, _mm256_permute2f128_ps(t[j], t[4 + j], 0x20));
     _mm256_storeu_ps(out + (j + 4) * stride, _mm256_permute2f128_ps(t[j], t[4 + j], 0x31));
   }
+#elif defined(PM_ISA_NEON)
+  float64x2_t r[4];  // of rows 0 and 1: columns 0 and 2, then 1 and 3; the same of rows 2 and 3
+  for (int i = 0; i < 4; i += 2) {
+    const float32x4_t a = vld1q_f32(rows[i] + offset), b = vld1q_f32(rows[i + 1] + offset);
+    r[i] = vreinterpretq_f64_f32(vtrn1q_f32(a, b));
+    r[i + 1] = vreinterpretq_f64_f32(vtrn2q_f32(a, b));
+  }
+  for (int j = 0; j < 2; ++j) {
+    vst1q_f32(out + j * stride, vreinterpretq_f32_f64(vtrn1q_f64(r[j], r[j + 2])));
+    vst1q_f32(out + (j + 2) * stride, vreinterpretq_f32_f64(vtrn2q_f64(r[j], r[j + 2])));
+  }
 #else
   for (int j = 0; j < W; ++j)
     for (int i = 0; i < W; ++i) out[j * stride + i] = rows[i][offset + j];
@@ -272,6 +335,16 @@ class FloatMode {
 
  private:
   unsigned saved_;
+#elif defined(__aarch64__)
+  FloatMode() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    set(uint64_t(1) << 24);  // nearest, flush to zero (numbers read and results), no traps
+  }
+  ~FloatMode() { set(saved_); }
+
+ private:
+  static void set(uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+  uint64_t saved_;
 #else
   FloatMode() {}
 #endif

@@ -84,6 +84,41 @@ def test_an_instruction_set_that_does_not_run_here_is_refused() -> None:
         build.build("avx9000")
 
 
+def fake_compiler(folder: Path, known: str) -> str:
+    """A compiler for ARM that knows one way to ask for the CPU it runs on."""
+    path = folder / "g++"
+    path.write_text(
+        f"""#!/bin/sh
+case "$*" in
+  *"{known}"*) printf '#define __aarch64__ 1\n#define __ARM_NEON 1\n#define {DOT} 1\n';;
+  *=native*) echo "unsupported" >&2; exit 1;;
+  *) printf '#define __aarch64__ 1\n#define __ARM_NEON 1\n';;
+esac
+"""
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+DOT = "__ARM_FEATURE_DOTPROD"
+
+
+@pytest.mark.parametrize(
+    ("known", "sets"),
+    [
+        ("-march=native", ("neon-dot", "neon", "portable")),
+        ("-mcpu=native", ("neon-dot", "neon", "portable")),
+        ("nothing", ("neon", "portable")),
+    ],
+)
+def test_a_compiler_that_knows_no_march_native_is_asked_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str, sets: tuple[str, ...]
+) -> None:
+    macros = build._native_macros(fake_compiler(tmp_path, known))
+    monkeypatch.setattr(build, "_compiler", lambda: ("g++", "1", macros))
+    assert build.instruction_sets() == sets
+
+
 def test_describe_names_the_instruction_set() -> None:
     assert build.describe().startswith(build.instruction_sets()[0])
 
