@@ -14,16 +14,17 @@ template <typename Piece>
 int share(PmPool* pool, int64_t count, int64_t run, Piece piece) {
   if (pool->team.is_forked()) return PM_FORKED;
   struct Job {
-    Counter counter;
+    Team* team;
+    Phase phase;
     int64_t count, run;
     Piece* piece;
-  } job{{}, count, run, &piece};
+  } job{&pool->team, {}, count, run, &piece};
   pool->team.run(
       [](void* context, int member) {
         const FloatMode mode;
         Job& j = *(Job*)context;
-        for (int64_t at = j.counter.take(j.run); at < j.count; at = j.counter.take(j.run))
-          (*j.piece)(at, at + j.run < j.count ? at + j.run : j.count, member);
+        j.team->share(j.phase, member, j.count, j.run,
+                      [&](int64_t first, int64_t last) { (*j.piece)(first, last, member); });
       },
       &job);
   return PM_OK;

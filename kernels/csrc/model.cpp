@@ -1,5 +1,5 @@
-// The whole model in one call: every member of the team runs forward() and meets the others at a
-// barrier between phases. Which member computes which piece does not matter to any bit.
+// The whole model in one call: every member of the team walks through the phases of forward(),
+// whose pieces they share. Which member computes which piece does not matter to any bit.
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -25,7 +25,7 @@ struct PmModel {
 namespace pm {
 namespace {
 
-constexpr int64_t FEW_ROWS = 2;  // every member packs so few for itself: cheaper than meeting
+constexpr int64_t FEW_ROWS = 2;  // every member packs so few for itself: cheaper than sharing
 constexpr int64_t COLUMN_PIECE = 256;  // columns of SiLU per task; a multiple of a weight group
 constexpr int64_t PHASES_PER_LAYER = 10;
 
@@ -37,7 +37,7 @@ struct Step {
   int64_t num_pages, page_size;
   float* logits;
   AttentionPlan plan;
-  std::vector<Counter> counters;
+  std::vector<Phase> phases;
   int num_threads;
 
   float* hidden;    // [T, E]
@@ -51,7 +51,7 @@ struct Step {
   int64_t private_packed_bytes;
 };
 
-// One member's walk through the phases. share() hands out pieces of the current phase.
+// One member's walk through the phases.
 class Member {
  public:
   Member(Step* step, int index)
@@ -83,16 +83,15 @@ class Member {
     return (shape_.num_heads + 2 * shape_.num_kv_heads) * shape_.head_dim;
   }
 
-  // piece(first, last) for runs of at most `run` of `count` pieces, then a barrier.
+  // piece(first, last) for runs of at most `run` of `count` pieces; returns when all are done.
   template <typename Piece>
   void share(int64_t count, int64_t run, Piece piece) {
-    Counter& counter = s_.counters[phase_++];
-    for (int64_t at = counter.take(run); at < count; at = counter.take(run))
-      piece(at, at + run < count ? at + run : count);
-    m_.pool->team.barrier(index_);
+    m_.pool->team.share(s_.phases[phase_++], index_, count, run, piece);
   }
 
-  // Like share, for pieces that fill the packed rows of the next linear.
+  // Like share, for pieces that fill the packed rows of the next linear. A member that is late
+  // packs rows for itself that others are changing already; it then finds no piece left to use
+  // them for.
   template <typename Piece>
   void prepare(int64_t num_rows, int64_t count, Piece piece) {
     if (num_rows > FEW_ROWS) {
@@ -365,7 +364,7 @@ int pm_model_forward(PmModel* model, const PmBatch* batch, float* kv, int64_t nu
                   logits,
                   pm::AttentionPlan(batch, shape.num_heads, shape.num_kv_heads, shape.head_dim,
                                     page_size, shape.sliding_window, threads),
-                  std::vector<pm::Counter>(
+                  std::vector<pm::Phase>(
                       (size_t)(shape.num_layers * pm::PHASES_PER_LAYER + 3)),
                   threads,
                   nullptr,
