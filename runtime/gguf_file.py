@@ -24,6 +24,7 @@ _SCALARS = {  # value type -> (struct code, numpy dtype)
     10: ("<Q", "<u8"), 11: ("<q", "<i8"), 12: ("<d", "<f8"),
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # of a string
 _MAX_DIMENSIONS = 4
 _ENCODING_OF_TYPE = {
     0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 8: "q8_0", 12: "q4_k", 13: "q5_k", 14: "q6_k",
@@ -176,9 +177,27 @@ class _Cursor:
     def _array(self, kind: int, count: int) -> GgufValue:
         if kind == _STRING:
             self.check_count(count, least_bytes=8, what="strings")
-            return [self.text() for _ in range(count)]
+            return self._texts(count)
         if kind not in _SCALARS:
             raise ValueError(f"arrays of metadata type {kind} are not supported")
         dtype = np.dtype(_SCALARS[kind][1])
         values: list[int] = np.frombuffer(self.take(count * dtype.itemsize), dtype=dtype).tolist()
         return values
+
+    def _texts(self, count: int) -> list[str]:
+        """As `text`, `count` times: a vocabulary and its merges are 100,000 of them."""
+        data, at = self._data, self.at
+        end, unpack = len(data) - 8, _LENGTH.unpack_from
+        texts = []
+        for _ in range(count):
+            if at > end:
+                break
+            stop = at + 8 + unpack(data, at)[0]
+            if stop > end + 8:
+                break
+            texts.append(str(data[at + 8 : stop], "utf-8", "surrogateescape"))
+            at = stop
+        self.at = at
+        while len(texts) < count:  # past the end: the error that `take` raises
+            texts.append(self.text())
+        return texts
