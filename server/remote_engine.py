@@ -78,7 +78,7 @@ class OutputStream:
         self._open = set(request_ids)
         self._abort = abort
         self._arrived: list[Output] = []
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the one that waits in `next`
         self._ended = False
 
     @property
@@ -93,7 +93,7 @@ class OutputStream:
         if output.finish is not None:
             self._open.discard(output.request_id)
         self._arrived.append(output)
-        self._wake.set()
+        self._wake()
 
     def fail(self, error: ErrorInfo) -> None:
         """End what has not finished with `error`, and stop it in the engine."""
@@ -111,7 +111,11 @@ class OutputStream:
     def end(self) -> None:
         """The client is gone: whoever waits in `next` gets CallEnded."""
         self._ended = True
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def next(self, timeout_s: float | None = None) -> list[Output]:
         """What has arrived since the last call; waits for at least one, or for the timeout.
@@ -122,12 +126,16 @@ class OutputStream:
             CallEnded: after `end`.
         """
         if not self._arrived and self._open and not self._ended:
-            self._wake.clear()
+            # Once per token and stream: a bare future and timer, as they cost the least.
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
             try:
-                async with asyncio.timeout(timeout_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
         if self._ended:
             raise CallEnded
         arrived, self._arrived = self._arrived, []

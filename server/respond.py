@@ -21,6 +21,7 @@ Chunk = dict[str, Any]
 # bytes. After a round of such events the next one waits until the stream is down to this rate; what
 # comes meanwhile is in it. Short answers are not delayed: 4 kB cost half a millisecond.
 CUMULATIVE_BYTES_PER_S = 8e6
+_WRITE_BYTES = 64 * 1024  # what came together goes out together, up to about so much
 _CLIENT_GONE = 499  # nginx's; nobody is there to read it
 
 
@@ -30,7 +31,10 @@ class OutputFormat(Protocol):
     is_cumulative: bool  # every event tells the whole state of its choice
 
     def prepare(self, choice: Choice) -> Iterator[None]:
-        """Encode what of a choice is long; the event loop runs wherever this yields."""
+        """Encode what of a choice is long; the event loop runs wherever this yields.
+
+        Not called for a stream that is not cumulative.
+        """
         ...
 
     def whole(self, choices: Sequence[Choice]) -> Any:
@@ -96,12 +100,20 @@ async def _events(
     while True:
         started, num_bytes = time.monotonic(), 0
         if arrived:
+            data = b""
             for choice, output in arrived:
-                await _prepare(call, formatted, choice)
-                data = b"".join(map(event, formatted.chunks(choice, output)))
-                if data:
+                if formatted.is_cumulative:
+                    await _prepare(call, formatted, choice)
+                data += b"".join(map(event, formatted.chunks(choice, output)))
+                if len(data) > _WRITE_BYTES:
                     num_bytes += len(data)
                     yield data
+                    data = b""
+                    await asyncio.sleep(0)
+            call.check_client()
+            num_bytes += len(data)
+            if data:
+                yield data
         elif call.is_open:
             yield HEARTBEAT
         else:

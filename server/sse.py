@@ -52,9 +52,12 @@ class EventStream(Response):
         try:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            async for chunk in self._guarded():
-                async with asyncio.timeout(_SEND_TIMEOUT_S):
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(None) as limit:  # one for all events: it is set anew
+                async for chunk in self._guarded():
+                    limit.reschedule(loop.time() + _SEND_TIMEOUT_S)
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    limit.reschedule(None)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except CallEnded:
             pass
