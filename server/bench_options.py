@@ -1,4 +1,4 @@
-"""What `palmette bench serve` measures, and its flags. Light: every command imports it."""
+"""The flags of `palmette bench`, what `bench serve` measures. Light: every command imports it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from palmette.runtime.config import EngineConfig
 
 from .bench_workloads import WORKLOADS, Scale, select
 from .config import UserError
@@ -98,4 +100,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--flush-cache", action="store_true", help="POST /flush_cache before each round"
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+
+
+def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `palmette bench kernels`."""
+    defaults = EngineConfig()
+    parser.add_argument("--model", default=defaults.model, help="default: %(default)s")
+    parser.add_argument("--weights", default=defaults.weights, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, help="default: the cores this process may use")
+    parser.add_argument("--quick", action="store_true", help="fewer points, some 10 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")

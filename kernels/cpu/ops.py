@@ -37,6 +37,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pm_rope": (_POINTER, _POINTER, _POINTER, *(_INT64,) * 3, _POINTER, _POINTER),
     "pm_attention": (*(_POINTER,) * 5, *(_INT64,) * 5, _POINTER),
     "pm_sample": (_POINTER, _POINTER, _POINTER),
+    "pm_limit": (_POINTER, *(_INT64,) * 3, _POINTER, _POINTER),
     "pm_model_create": (_POINTER, _POINTER, _POINTER),
     "pm_model_set_matrix": (_POINTER, _INT64, _INT64, _POINTER),
     "pm_model_set_vector": (_POINTER, _INT64, _INT64, _POINTER),

@@ -170,4 +170,14 @@ PM_EXPORT int pm_model_set_vector(PmModel* model, int64_t vector, int64_t layer,
 PM_EXPORT int pm_model_forward(PmModel* model, const PmBatch* batch, float* kv, int64_t num_pages,
                                int64_t page_size, float* logits);
 
+// What the machine can do: runs `count` rounds on num_threads threads, or reads `count` bytes of
+// data shared out over them; work: the multiply-adds or bytes that this was.
+enum PmLimit : int64_t {
+  PM_LIMIT_READ = 0,
+  PM_LIMIT_FLOAT = 1,
+  PM_LIMIT_INT8 = 2,
+};
+PM_EXPORT int pm_limit(PmPool* pool, int64_t what, int64_t num_threads, int64_t count,
+                       const void* data, int64_t* work);
+
 PM_EXPORT const char* pm_describe();  // instruction set of this build

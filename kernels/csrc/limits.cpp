@@ -1,0 +1,100 @@
+// What the machine can do at most, measured with the instructions that the kernels use: reads of
+// memory, fused multiply-adds, int8 dot products. `palmette bench kernels` puts the kernels beside
+// these.
+#include "kernels.h"
+#include "team.h"
+
+namespace pm {
+namespace {
+
+constexpr int CHAINS = 12;  // enough to hide the latency of one, few enough for 16 registers
+
+struct Job {
+  int num_threads;
+  int64_t count;
+  const unsigned char* data;
+  std::atomic<int64_t> sink;
+};
+
+void read_part(void* context, int member) {
+  Job& job = *(Job*)context;
+  if (member >= job.num_threads) return;
+  const int64_t part = job.count / job.num_threads / 256 * 256;
+  const unsigned char* at = job.data + member * part;
+  I sums[4] = {};
+  for (int64_t i = 0; i < part; i += 4 * (int64_t)sizeof(I)) {
+    for (int64_t j = 0; j < 4; ++j) {
+      I lanes;
+      std::memcpy(&lanes, at + i + j * (int64_t)sizeof(I), sizeof lanes);
+      sums[j] += lanes;
+    }
+    prefetch(at + i + PREFETCH_BYTES);
+  }
+  const I sum = sums[0] + sums[1] + sums[2] + sums[3];
+  job.sink += sum[0];
+}
+
+void multiply_floats(void* context, int member) {
+  Job& job = *(Job*)context;
+  if (member >= job.num_threads) return;
+  const FloatMode mode;
+  float factors[2 * W] = {};
+  F sums[CHAINS];
+  for (F& sum : sums) sum = splat(1.0f);
+  for (int64_t n = 0; n < job.count; ++n) {
+    asm volatile("" : : "r"(factors) : "memory");  // the compiler must not see constants
+    const F a = load(factors), b = load(factors + W);
+    PM_UNROLL for (F& sum : sums) sum = fma(a, b, sum);
+  }
+  F total{};
+  for (F& sum : sums) total += sum;
+  job.sink += (int64_t)sum_lanes(total);
+}
+
+PM_INLINE I best_dot(I sum, I w, I x) {
+#if defined(PM_ISA_AVX2)  // products are added in 16 bits, and widened once per group
+  return (I)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+#else
+  return dot4_unsigned(sum, w, x);
+#endif
+}
+
+void multiply_bytes(void* context, int member) {
+  Job& job = *(Job*)context;
+  if (member >= job.num_threads) return;
+  int32_t factors[2 * W] = {};
+  I sums[CHAINS] = {};
+  for (int64_t n = 0; n < job.count; ++n) {
+    asm volatile("" : : "r"(factors) : "memory");
+    const I w = load_int(factors), x = load_int(factors + W);
+    PM_UNROLL for (I& sum : sums) sum = best_dot(sum, w, x);
+  }
+  I total{};
+  for (I& sum : sums) total += sum;
+  job.sink += total[0];
+}
+
+}  // namespace
+}  // namespace pm
+
+int pm_limit(PmPool* pool, int64_t what, int64_t num_threads, int64_t count, const void* data,
+             int64_t* work) {
+  if (pool->team.is_forked()) return PM_FORKED;
+  if (num_threads < 1 || num_threads > pool->team.size() || count < 0) return PM_INVALID;
+  pm::Job job{(int)num_threads, count, (const unsigned char*)data, {0}};
+  switch (what) {
+    case PM_LIMIT_READ:
+      pool->team.run(pm::read_part, &job);
+      *work = count / num_threads / 256 * 256 * num_threads;
+      return PM_OK;
+    case PM_LIMIT_FLOAT:
+      pool->team.run(pm::multiply_floats, &job);
+      *work = count * num_threads * pm::CHAINS * pm::W;
+      return PM_OK;
+    case PM_LIMIT_INT8:
+      pool->team.run(pm::multiply_bytes, &job);
+      *work = count * num_threads * pm::CHAINS * pm::W * 4;
+      return PM_OK;
+  }
+  return PM_INVALID;
+}
