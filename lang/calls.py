@@ -173,6 +173,7 @@ class GenCall(_Streams):
                 logprobs=logprobs,
                 choice_index=index,
                 priority=options.priority,
+                program=_run_of(request_id),
             )
             for index in range(count)
         ]
@@ -282,12 +283,18 @@ class SelectCall(_Streams):
 _SCORE_ONLY = SamplingParams(max_new_tokens=0, temperature=0.0)
 
 
+def _run_of(request_id: str) -> str:
+    """The run of a program that a call belongs to: ids are RUN-NODE, with a suffix or not."""
+    return request_id.rpartition("-")[0]
+
+
 def _scoring(request_id: str, prompt: tuple[int, ...], start: int, *, group: str | None) -> Request:
     return Request(
         request_id=request_id,
         prompt_ids=prompt,
         sampling=_SCORE_ONLY,
         logprobs=LogprobOptions(prompt_start=start),
+        program=_run_of(request_id),
         hint=ReuseHint(group=group),
     )
 

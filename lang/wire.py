@@ -67,6 +67,7 @@ class Batch:
             ),
             "stream": True,
             "priority": first.priority,
+            "program": first.program,
         }
         options = first.logprobs
         if options.output or options.prompt_start is not None:

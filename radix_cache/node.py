@@ -228,6 +228,11 @@ class Lease:
     def num_tokens(self) -> int:
         return len(self._data) // TOKEN_BYTES
 
+    @property
+    def num_shared(self) -> int:
+        """Tokens from 0 whose pages other open leases hold too. O(nodes of the path)."""
+        return next((node.end for node in self._tail.path() if node.locks > 1), 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeNode:

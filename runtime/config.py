@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from palmette.radix_cache.policy import POLICY_NAMES
 
 from .request import Limits
+
+POLICIES = ("fcfs", "priority", "lpm", "dfs-weight", "program", "fair")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +19,24 @@ class SchedulerConfig:
     max_running: int = 64  # sequences that hold pages
     prefix_cache: bool = True
     jump_forward: bool = True  # tokens that a grammar forces are not sampled
+    policy: str = "priority"  # of the waiting queue: one of POLICIES
+    ageing_s: float = 30.0  # who waits longer goes ahead every other time; inf: never
+    tenant_weights: tuple[tuple[str, float], ...] = ()  # of `fair`; others weigh 1
+    swap_bytes: int = 256 * 1024 * 1024  # host memory for pages of preempted sequences
+    swap_min_tokens: int = 64  # fewer are computed again instead of copied
 
     def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            names = ", ".join(POLICIES)
+            raise ValueError(f"policy: {self.policy!r} is unknown; use one of {names}")
+        if not self.ageing_s > 0:
+            raise ValueError(f"ageing_s: {self.ageing_s} is out of range; must be > 0")
+        for name, weight in self.tenant_weights:
+            if not 0 < weight < math.inf:
+                raise ValueError(f"tenant_weights: {name}={weight} is out of range; must be > 0")
+        for name in ("swap_bytes", "swap_min_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be >= 0")
         for name in ("token_budget", "mixed_chunk_tokens", "max_running"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be >= 1")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,8 +21,8 @@ from .batch import BatchBuilder
 from .cache import PrefixCache
 from .commit import CommitHooks, Committer
 from .config import EngineConfig
-from .delivery import Delivery
 from .faults import Aborted, SequenceFault, check_room, explain
+from .intake import Intake
 from .interrupts import deferred_interrupt
 from .metrics import Counters, EngineStats
 from .parts import GrammarSource, TokenCodec
@@ -36,7 +35,6 @@ from .request import (
     Output,
     Request,
     RequestError,
-    check_request,
 )
 from .runner import ModelRunner
 from .scheduler import Scheduler
@@ -73,13 +71,12 @@ class Engine:
         self._grammars = grammars
         self._clock = clock
         self._vocabulary = tokenizer.vocabulary(info.vocab_size)
-        self._max_tokens = min(info.context_length, info.num_pages * info.page_size)
-        self._random = random.Random(config.seed)  # noqa: S311 - seeds of samplers, no secrets
+        self._intake = Intake(info, vocabulary=self._vocabulary, seed=config.seed)
         self.cache = PrefixCache(config, info, self._vocabulary, clock=clock)
         self._tree = self.cache.tree
         max_running = min(config.scheduler.max_running, info.num_pages)
         self._table = SequenceTable(
-            num_rows=max_running, max_pages=-(-self._max_tokens // info.page_size)
+            num_rows=max_running, max_pages=-(-self._intake.max_tokens // info.page_size)
         )
         self._builder = BatchBuilder(
             self._table,
@@ -92,7 +89,7 @@ class Engine:
             config.scheduler,
             tree=self._tree,
             table=self._table,
-            page_size=info.page_size,
+            pool=runner.pool,
             max_scored_rows=max(1, SCORED_LOGITS_BYTES // (4 * info.vocab_size)),
             on_fault=self._on_fault,
         )
@@ -109,7 +106,6 @@ class Engine:
         self._late_aborts: list[SequenceState] = []  # asked for while a step was in flight
         self._in_flight = False
         self._is_broken = False
-        self._num_submitted = 0
         self._num_stalls = 0
         self._num_ended = 0
 
@@ -135,9 +131,11 @@ class Engine:
         Raises:
             RequestError: when one cannot be served; then none of them is queued.
         """
-        self._check(requests)
+        if self._is_broken:
+            raise RequestError("the engine has failed; restart it", code="internal")
+        self._intake.check(requests, live=self._live, num_waiting=self._scheduler.num_waiting)
         now = self._clock()
-        sequences = [self._make_sequence(request, now) for request in requests]
+        sequences = [self._intake.sequence(request, now=now) for request in requests]
         self.cache.reserve_pins(requests)
         for sequence in sequences:
             self._live[sequence.request_id] = sequence
@@ -152,47 +150,6 @@ class Engine:
                     self._grammars.request(sequence.request.grammar)
                 except Exception as error:  # fault boundary: one request
                     self._on_fault(sequence, error)
-
-    def _make_sequence(self, request: Request, now: float) -> SequenceState:
-        sampling = request.sampling
-        self._num_submitted += 1
-        stop_ids = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stop_ids.update(self.info.eos_token_ids)
-        seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
-        max_generated = self._max_tokens - len(request.prompt_ids)
-        if sampling.max_new_tokens is not None:
-            max_generated = min(max_generated, sampling.max_new_tokens)
-        return SequenceState(
-            request,
-            arrival=self._num_submitted,
-            seed=seed % 2**64,
-            submitted_at=now,
-            stop_ids=frozenset(stop_ids),
-            max_generated=max_generated,
-            delivery=Delivery(sampling, vocabulary=self._vocabulary),
-        )
-
-    def _check(self, requests: Sequence[Request]) -> None:
-        if self._is_broken:
-            raise RequestError("the engine has failed; restart it", code="internal")
-        limit = self.info.limits.max_waiting
-        if self._scheduler.num_waiting + len(requests) > limit:
-            raise RequestError(
-                f"the queue holds {self._scheduler.num_waiting} requests; "
-                f"{len(requests)} more exceed its limit of {limit}; try again later",
-                code="overloaded",
-            )
-        seen: set[str] = set()
-        for request in requests:
-            check_request(request, self.info)
-            if request.request_id in self._live or request.request_id in seen:
-                raise RequestError(
-                    f"request_id: {request.request_id!r} is in use by a live request",
-                    field="request_id",
-                    code="duplicate_id",
-                )
-            seen.add(request.request_id)
 
     @deferred_interrupt()
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -345,8 +302,7 @@ class Engine:
             if self._tree.unpin_all():
                 logger.warning("pins were let go: nothing else made room for a request")
                 return
-            queue = self._scheduler.waiting or self._scheduler.running
-            culprit = queue[0] if queue else next(iter(self._live.values()))
+            culprit = self._scheduler.in_the_way() or next(iter(self._live.values()))
             message = f"request {culprit.request_id}: cannot be scheduled; it makes no progress"
             self._on_fault(culprit, SequenceFault(ErrorInfo(code="internal", message=message)))
 
@@ -483,17 +439,14 @@ class Engine:
         return self._tree.snapshot()
 
     def stats(self) -> EngineStats:
-        scheduler, tree = self._scheduler, self._tree
-        free, cached = tree.num_free_pages, tree.num_evictable_pages
+        free, cached = self._tree.num_free_pages, self._tree.num_evictable_pages
         return self._counters.snapshot(
-            running=len(scheduler.running),
-            waiting=scheduler.num_waiting,
             num_pages=self.info.num_pages,
             free_pages=free,
             cached_pages=cached,
+            used_pages=self.info.num_pages - free - cached,
             generated_tokens=self._committer.num_generated,
-            admissions=scheduler.num_admissions,
-            preemptions=scheduler.num_preemptions,
+            **self._scheduler.figures(),
         )
 
     def check(self) -> None:
@@ -504,6 +457,7 @@ class Engine:
         running = {sequence.arrival for sequence in scheduler.running}
         assert running == {sequence.arrival for sequence in self._table.running()}
         assert self._tree.num_open_leases == len(running)
+        scheduler.check()
         queued = [*scheduler.waiting, *scheduler.compiling.values()]
         assert all(s.status is Status.WAITING and s.lease is None for s in queued)
         stages = running | {sequence.arrival for sequence in queued}

@@ -80,17 +80,22 @@ class FakePool:
             array[target] = array[source]
 
     def export(self, page_ids: Sequence[int]) -> bytes:
-        slots = self.slots(page_ids)
-        arrays = (self.positions, self.token_ids, self.hashes)
-        return b"".join(array[slots].tobytes() for array in arrays)
+        return b"".join(
+            array[self.slots((page,))].tobytes()
+            for page in page_ids
+            for array in (self.positions, self.token_ids, self.hashes)
+        )
 
     def import_(self, page_ids: Sequence[int], data: bytes) -> None:
-        slots, count = self.slots(page_ids), len(page_ids) * self._page_size
-        if len(data) != 16 * count:
-            raise ValueError(f"data: {len(data)} bytes; {len(page_ids)} pages have {16 * count}")
-        self.positions[slots] = np.frombuffer(data, np.int32, count)
-        self.token_ids[slots] = np.frombuffer(data, np.int32, count, 4 * count)
-        self.hashes[slots] = np.frombuffer(data, np.uint64, count, 8 * count)
+        count, size = self._page_size, self.page_bytes
+        if len(data) != len(page_ids) * size:
+            wanted = len(page_ids) * size
+            raise ValueError(f"data: {len(data)} bytes; {len(page_ids)} pages have {wanted}")
+        for start, page in zip(range(0, len(data), size), page_ids, strict=True):
+            slots = self.slots((page,))
+            self.positions[slots] = np.frombuffer(data, np.int32, count, start)
+            self.token_ids[slots] = np.frombuffer(data, np.int32, count, start + 4 * count)
+            self.hashes[slots] = np.frombuffer(data, np.uint64, count, start + 8 * count)
 
     def slots(self, page_ids: Sequence[int] | Int32Array) -> NDArray[np.int64]:
         """All slots of `page_ids` in order."""

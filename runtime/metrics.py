@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from .request import ErrorInfo, FinishReason, Usage
 
@@ -18,6 +19,8 @@ class EngineStats:
     free_pages: int = 0
     cached_pages: int = 0  # evictable: held by no running request
     used_pages: int = 0  # held by running requests
+    swapped: int = 0  # preempted requests whose pages wait on the host
+    swapped_bytes: int = 0
     # counters
     steps: int = 0  # steps that ran a forward pass; a heartbeat while there is work
     forward_tokens: int = 0  # rows computed, scored and recomputed ones included
@@ -28,6 +31,8 @@ class EngineStats:
     errors: dict[str, int] = field(default_factory=dict)  # by ErrorInfo.code
     admissions: int = 0
     preemptions: int = 0
+    swaps: int = 0  # preemptions whose pages were copied to the host; the others recompute
+    queue_s: float = 0.0  # sum over the admissions of new requests, on the engine's clock
     prompt_tokens: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
@@ -82,45 +87,7 @@ class Counters:
         self.shared_tokens += usage.shared_tokens
         self.recomputed_tokens += usage.recomputed_tokens
 
-    def snapshot(
-        self,
-        *,
-        running: int,
-        waiting: int,
-        num_pages: int,
-        free_pages: int,
-        cached_pages: int,
-        generated_tokens: int,
-        admissions: int,
-        preemptions: int,
-    ) -> EngineStats:
-        return EngineStats(
-            running=running,
-            waiting=waiting,
-            num_pages=num_pages,
-            free_pages=free_pages,
-            cached_pages=cached_pages,
-            used_pages=num_pages - free_pages - cached_pages,
-            generated_tokens=generated_tokens,
-            admissions=admissions,
-            preemptions=preemptions,
-            errors=dict(self.errors),
-            steps=self.steps,
-            forward_tokens=self.forward_tokens,
-            accepted=self.accepted,
-            finished=self.finished,
-            aborted=self.aborted,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            computed_tokens=self.computed_tokens,
-            shared_tokens=self.shared_tokens,
-            recomputed_tokens=self.recomputed_tokens,
-            stalls=self.stalls,
-            failed_steps=self.failed_steps,
-            last_step_s=self.last_step_s,
-            plan_s=self.plan_s,
-            launch_s=self.launch_s,
-            mask_s=self.mask_s,
-            sample_s=self.sample_s,
-            commit_s=self.commit_s,
-        )
+    def snapshot(self, **gauges: float) -> EngineStats:
+        """The counters, and what else the engine knows by the names of `EngineStats`."""
+        known: dict[str, Any] = {**vars(self), "errors": dict(self.errors), **gauges}
+        return EngineStats(**known)

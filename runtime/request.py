@@ -125,6 +125,8 @@ class Request:
     choice_index: int = 0  # part of the random stream: (seed, choice_index, position)
     namespace: tuple[str, ...] = ()  # prefixes are shared inside one namespace only
     priority: int = 0  # larger runs first
+    tenant: str = ""  # whose it is, for fair shares
+    program: str = ""  # the run of a program it is a call of; "": none
     deadline_s: float | None = None  # seconds after submission
     hint: ReuseHint = field(default_factory=ReuseHint)
 

@@ -18,21 +18,22 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from palmette.constrained.backend import CompiledGrammar
+from palmette.kernels.backend import KVPool
 from palmette.radix_cache.pages import PagesExhausted
 from palmette.radix_cache.tree import RadixTree
 
 from .cache import use_of
 from .config import SchedulerConfig
+from .forecast import GrowthForecast
 from .plan import Chunk, StepPlan
+from .policies import make_queue
 from .sequence import SequenceState, SequenceTable, Status
+from .swap import SwapSpace
 
 logger = logging.getLogger(__name__)
 
-RESERVED_TOKENS = 16  # room to grow kept for each running sequence before another is admitted
-
 _rank = attrgetter("rank")
 _is_answering = attrgetter("is_answering")
-_queue_key = attrgetter("queue_key")
 
 
 class Scheduler:
@@ -48,34 +49,61 @@ class Scheduler:
         *,
         tree: RadixTree,
         table: SequenceTable,
-        page_size: int,
+        pool: KVPool,
         max_scored_rows: int,
         on_fault: Callable[[SequenceState, Exception], None],
     ) -> None:
         self._config = config
         self._tree = tree
         self._table = table
-        self._page_size = page_size
         self._max_scored_rows = max_scored_rows
         self._on_fault = on_fault
-        self.waiting: list[SequenceState] = []  # by queue_key
+        self._forecast = GrowthForecast(pool.page_size)
+        self._swap = SwapSpace(pool, max_bytes=config.swap_bytes, min_tokens=config.swap_min_tokens)
+        self.waiting = make_queue(config, tree=tree, expected_tokens=self._forecast.remaining)
         self.compiling: dict[int, SequenceState] = {}  # by arrival: grammar not ready
         self.running: list[SequenceState] = []  # by rank: smaller is better
-        self.num_preemptions = 0
         self.num_admissions = 0
+        self._num_preemptions = 0
+        self._num_swaps = 0
+        self._queue_s = 0.0
         self._step = 0
         self._now = 0.0
-        self._blocked: tuple[int, int] | None = None  # (arrival, available pages) at a refusal
+        self._blocked: int | None = None  # arrival of one refused since pages came back last
 
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.compiling)
 
+    def in_the_way(self) -> SequenceState | None:
+        """Who would be next, and so keeps the others from it."""
+        return self.waiting.head(self._now) or (self.running[0] if self.running else None)
+
+    def figures(self) -> dict[str, float]:
+        """What it counts, by the names of `EngineStats`."""
+        return {
+            "running": len(self.running),
+            "waiting": self.num_waiting,
+            "admissions": self.num_admissions,
+            "preemptions": self._num_preemptions,
+            "swaps": self._num_swaps,
+            "swapped": len(self._swap),
+            "swapped_bytes": self._swap.num_bytes,
+            "queue_s": self._queue_s,
+        }
+
+    def check(self) -> None:
+        """Raises AssertionError unless the running are in order and only the waiting swapped."""
+        ranks = [sequence.rank for sequence in self.running]
+        assert ranks == sorted(ranks)
+        waiting = {s.arrival for s in (*self.waiting, *self.compiling.values())}
+        assert self._swap.arrivals() <= waiting
+
     def submit(self, sequence: SequenceState) -> None:
         if sequence.needs_grammar:
             self.compiling[sequence.arrival] = sequence
         else:
-            self._enqueue(sequence)
+            self.waiting.push(sequence)
 
     def grammar_ready(self, sequence: SequenceState, grammar: CompiledGrammar) -> None:
         """The grammar of a compiling sequence is there: tokens may be chosen for it."""
@@ -84,7 +112,7 @@ class Scheduler:
             sequence.start_grammar()
         sequence.needs_grammar = False
         if self.compiling.pop(sequence.arrival, None) is not None:
-            self._enqueue(sequence)
+            self.waiting.push(sequence)
 
     def remove(self, sequence: SequenceState, *, keep: bool = True) -> None:
         """Forget a sequence at whatever stage it is; its pages go back.
@@ -96,13 +124,19 @@ class Scheduler:
         elif sequence.status is not Status.FINISHED:
             self._give_back(sequence, keep=keep)
         sequence.status = Status.FINISHED
+        if sequence.has_started:
+            self._swap.drop(sequence)
+            self.waiting.ended(sequence)
+            self._forecast.note_end(sequence)
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Take a running sequence's pages; it computes its tokens again when readmitted."""
+        """Take a running sequence's pages: out to the host if many, else to be computed again."""
+        assert sequence.lease is not None
+        self._num_swaps += self._swap.put(sequence, sequence.lease)
         self._give_back(sequence, keep=True)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
-        self.num_preemptions += 1
+        self._num_preemptions += 1
         self.submit(sequence)
 
     def rewind(self, sequence: SequenceState, num_generated: int) -> None:
@@ -170,17 +204,14 @@ class Scheduler:
         if chunk.is_sampling:
             sequence.status = Status.DECODE
             sequence.last_step = self._step
-        return self._tree.frontier(sequence.lease) >= chunk.end
-
-    def _enqueue(self, sequence: SequenceState) -> None:
-        insort(self.waiting, sequence, key=_queue_key)
+        if self._tree.frontier(sequence.lease) >= chunk.end:
+            return True
+        sequence.num_ready = 0  # nothing of it may be relied on
+        return False
 
     def _dequeue(self, sequence: SequenceState) -> None:
-        if self.compiling.pop(sequence.arrival, None) is not None:
-            return
-        place = bisect_left(self.waiting, sequence.queue_key, key=_queue_key)
-        assert self.waiting[place] is sequence
-        del self.waiting[place]
+        if self.compiling.pop(sequence.arrival, None) is None:
+            self.waiting.remove(sequence)
 
     def _give_back(self, sequence: SequenceState, *, keep: bool) -> None:
         """Row, lease and place among the running."""
@@ -189,6 +220,7 @@ class Scheduler:
         del self.running[place]
         self._table.remove(sequence)
         lease, sequence.lease = sequence.lease, None
+        self._blocked = None
         assert lease is not None
         self._tree.release(lease, keep=keep)
 
@@ -241,7 +273,7 @@ class Scheduler:
         while budget > 0:
             best = prefills[-1] if prefills else None
             head = self._next_waiting() if may_admit else None
-            if head is not None and (best is None or head.rank[0] < best.rank[0]):
+            if head is not None and (best is None or head.rank[:2] < best.rank[:2]):
                 if not self._admit(head):
                     may_admit = not head.needs_grammar and self._preempt_idle(plan)
                     continue
@@ -293,8 +325,9 @@ class Scheduler:
 
     def _next_waiting(self) -> SequenceState | None:
         """The first of the queue, else one whose prompt can be read while its grammar compiles."""
-        if self.waiting:
-            return self.waiting[0]
+        head = self.waiting.head(self._now)
+        if head is not None:
+            return head
         return next((s for s in self.compiling.values() if not s.has_started), None)
 
     def _preempt_idle(self, plan: StepPlan) -> bool:
@@ -302,7 +335,6 @@ class Scheduler:
         busy = {chunk.sequence.arrival for chunk in plan.chunks}
         for sequence in reversed(self.running):
             if sequence.needs_grammar and sequence.arrival not in busy:
-                self._blocked = None
                 self.preempt(sequence)
                 return True
         return False
@@ -314,22 +346,18 @@ class Scheduler:
         """
         if self._table.num_free == 0:
             return False
-        available = self._available_pages()
-        if self.running and self._blocked is not None:
-            arrival, seen = self._blocked
-            if arrival == sequence.arrival and available <= seen:
-                return False  # nothing was freed since
-        try:
-            if not self._has_room(sequence, available):
-                self._blocked = (sequence.arrival, available)
-                return False
-            return self._take_lease(sequence)
-        except PagesExhausted:
-            self._blocked = (sequence.arrival, available)
+        if self.running and self._blocked == sequence.arrival:
             return False
+        try:
+            if self._has_room(sequence):
+                return self._take_lease(sequence)
+        except PagesExhausted:
+            pass
         except Exception as error:  # fault boundary: one sequence
             self._on_fault(sequence, error)
             return True
+        self._blocked = sequence.arrival
+        return False
 
     def _take_lease(self, sequence: SequenceState) -> bool:
         sequence.start_grammar()
@@ -344,25 +372,25 @@ class Scheduler:
         except Exception:
             self._tree.release(lease)
             raise
-        self._dequeue(sequence)
+        self.compiling.pop(sequence.arrival, None)
+        self.waiting.admit(sequence, self._now)
         self._blocked = None
         self.num_admissions += 1
+        if not sequence.has_started:
+            self._queue_s += self._now - sequence.submitted_at
         sequence.start(lease, now=self._now)
+        self._swap.restore(sequence, lease, self._tree)
         insort(self.running, sequence, key=_rank)
         return True
 
-    def _available_pages(self) -> int:
-        return self._tree.num_free_pages + self._tree.num_evictable_pages
-
-    def _has_room(self, sequence: SequenceState, available: int) -> bool:
-        """Whether the pages suffice with some left for those that run: no thrashing."""
+    def _has_room(self, sequence: SequenceState) -> bool:
+        """Whether the pages suffice, with what those that run are going to want: no thrashing."""
         if not self.running:
             return True
-        reserved = sum(
-            -(-min(RESERVED_TOKENS, other.max_generated - len(other.generated)) // self._page_size)
-            for other in self.running
-        )
+        available = self._tree.num_free_pages + self._tree.num_evictable_pages
         ids = sequence.all_ids()
         matched = self._tree.match(ids, sequence.request.namespace)
-        needed = -(-(len(ids) - matched) // self._page_size)
-        return needed + reserved <= available
+        needed = -(-(len(ids) - matched) // self._tree.page_size)
+        if needed > available:
+            return False
+        return needed + self._forecast.peak_pages((*self.running, sequence)) <= available

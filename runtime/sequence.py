@@ -109,7 +109,8 @@ class SequenceState:
     ) -> None:
         self.request = request
         self.arrival = arrival
-        self.rank = (-request.priority, arrival)  # smaller runs first and is preempted last
+        # Smaller runs first and is preempted last: class, order in it, arrival. Set by the queue.
+        self.rank: tuple[float, float, int] = (-float(request.priority), 0.0, arrival)
         self.seed = seed
         self.submitted_at = submitted_at
         deadline_s = request.deadline_s
@@ -157,11 +158,6 @@ class SequenceState:
     @property
     def request_id(self) -> str:
         return self.request.request_id
-
-    @property
-    def queue_key(self) -> tuple[int, bool, int]:
-        """Place among the waiting: preempted ones go to the front of their priority."""
-        return (-self.request.priority, not self.has_started, self.arrival)
 
     def all_ids(self) -> Sequence[int]:
         """Prompt and generated ids."""

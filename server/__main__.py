@@ -48,6 +48,11 @@ _ENGINE_HELP = {
     "max_running": "sequences that hold pages",
     "prefix_cache": "share prefixes among requests",
     "jump_forward": "tokens that a grammar forces are not sampled",
+    "policy": "order of the waiting queue: fcfs, priority, lpm, dfs-weight, program or fair",
+    "ageing_s": "who waits for longer goes ahead every other time; inf: never",
+    "tenant_weights": "shares of tenants under the policy fair: NAME=WEIGHT,...; others have 1",
+    "swap_bytes": "host memory for pages of preempted requests; 0: compute them again",
+    "swap_min_tokens": "preempted requests with fewer tokens compute them again",
 }
 _SERVER_HELP = {
     "host": "address to bind",
@@ -216,10 +221,19 @@ def _add_fields(
             help_text = "; ".join(part for part in (text, shown) if part)
             group.add_argument(flag, action=action, default=default, help=help_text)
             continue
-        kind = {"int | None": int, "str | None": str}.get(str(field.type), type(default))
-        shown = "" if default is None else "default: %(default)s"
+        kinds = {"int | None": int, "str | None": str, "tuple[tuple[str, float], ...]": _weights}
+        kind = kinds.get(str(field.type), type(default))
+        shown = "" if default in (None, ()) else "default: %(default)s"
         help_text = "; ".join(part for part in (text, shown) if part)
         group.add_argument(flag, type=kind, default=default, help=help_text)
+
+
+def _weights(text: str) -> tuple[tuple[str, float], ...]:
+    """NAME=WEIGHT,NAME=WEIGHT as pairs."""
+    pairs = [part.rpartition("=") for part in text.split(",") if part]
+    if not all(name for name, _, _ in pairs):
+        raise ValueError(text)
+    return tuple((name, float(weight)) for name, _, weight in pairs)
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:

@@ -37,6 +37,7 @@ from .limits import (
     TokenIds,
     check_num_choices,
     check_priority,
+    check_program,
     generate_grammar,
     generate_sampling,
     new_call_id,
@@ -142,6 +143,7 @@ def _plans(
     tops = _per_prompt(body.top_logprobs_num, count, "top_logprobs_num")
     namespace = context.namespace(owner, extra_key=body.extra_key, cache_salt=body.cache_salt)
     priority = check_priority(body.priority)
+    program = check_program(body.program, context.config.max_rid_length)
     plans = []
     for i, sampling in enumerate(samplings):
         options = LogprobOptions()
@@ -156,6 +158,8 @@ def _plans(
                 n=sampling.n,
                 namespace=namespace,
                 priority=priority,
+                tenant=owner.name,
+                program=program,
                 deadline_s=context.config.request_timeout_s,
                 hint=ReuseHint(pin_s=body.cache_pin_s, ttl_s=body.cache_ttl_s),
             )

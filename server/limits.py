@@ -72,6 +72,8 @@ class Plan:
     n: int = 1
     namespace: tuple[str, ...] = ()
     priority: int = 0
+    tenant: str = ""
+    program: str = ""
     deadline_s: float | None = None
     hint: ReuseHint = field(default_factory=ReuseHint)
 
@@ -101,6 +103,8 @@ def make_requests(
                 choice_index=choice_index,
                 namespace=plan.namespace,
                 priority=plan.priority,
+                tenant=plan.tenant,
+                program=plan.program,
                 deadline_s=plan.deadline_s,
                 hint=plan.hint,
             )
@@ -162,6 +166,12 @@ def salt(value: str, tag: str, max_length: int) -> tuple[str, ...]:
 def check_rid(value: str, max_length: int) -> str:
     if not _RID.fullmatch(value) or len(value) > max_length:
         raise invalid(f"rid: must be 1 to {max_length} printable ASCII characters", "rid")
+    return value
+
+
+def check_program(value: str, max_length: int) -> str:
+    if value and (not _RID.fullmatch(value) or len(value) > max_length):
+        raise invalid(f"program: must be 1 to {max_length} printable ASCII characters", "program")
     return value
 
 

@@ -19,6 +19,8 @@ _GAUGES = {
     "free_pages": ("kv_pages_free", "Pages that hold nothing."),
     "cached_pages": ("kv_pages_cached", "Pages that only the prefix cache holds."),
     "used_pages": ("kv_pages_used", "Pages that running requests hold."),
+    "swapped": ("requests_swapped", "Preempted requests whose pages wait on the host."),
+    "swapped_bytes": ("swapped_bytes", "Host memory of their pages."),
     "last_step_s": ("last_step_seconds", "Duration of the newest step."),
 }
 _COUNTERS = {
@@ -34,6 +36,9 @@ _COUNTERS = {
     "finished": ("requests_finished", "Requests that ended by stop or length."),
     "aborted": ("requests_aborted", "Requests that were aborted."),
     "preemptions": ("preemptions", "Times a running request gave its pages back."),
+    "swaps": ("swaps", "Preemptions whose pages were copied to the host."),
+    "admissions": ("admissions", "Times a request got a row and pages."),
+    "queue_s": ("queue_seconds", "Time that requests waited before their first admission."),
     "stalls": ("stalls", "Steps with work that could do nothing."),
     "failed_steps": ("failed_steps", "Forward passes that failed."),
     "plan_s": ("plan_seconds", "Time spent planning steps."),

@@ -21,6 +21,7 @@ from .limits import (
     check_model,
     check_num_choices,
     check_priority,
+    check_program,
     completion_logprobs,
     grammar,
     new_call_id,
@@ -63,6 +64,8 @@ async def chat_completions(request: Request) -> Response:
         n=body.n,
         namespace=context.namespace(owner, cache_salt=body.cache_salt),
         priority=check_priority(body.priority),
+        tenant=owner.name,
+        program=check_program(body.program, context.config.max_rid_length),
         deadline_s=context.config.request_timeout_s,
         hint=ReuseHint(pin_s=body.cache_pin_s, ttl_s=body.cache_ttl_s),
     )
@@ -106,6 +109,8 @@ async def completions(request: Request) -> Response:
         n=body.n,
         namespace=context.namespace(owner, cache_salt=body.cache_salt),
         priority=check_priority(body.priority),
+        tenant=owner.name,
+        program=check_program(body.program, context.config.max_rid_length),
         deadline_s=context.config.request_timeout_s,
         hint=ReuseHint(pin_s=body.cache_pin_s, ttl_s=body.cache_ttl_s),
     )

@@ -62,6 +62,7 @@ class OpenAIBody(msgspec.Struct, kw_only=True, frozen=True):
     cache_pin_s: float | None = None
     cache_ttl_s: float | None = None
     priority: int = 0
+    program: str = ""
     rid: str | None = None
     request_id: str | None = None  # the same as rid
     return_token_ids: bool = False
@@ -161,6 +162,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     null_first_logprob: bool = True  # SGLang's rule: the first of a span has no log-probability
     parse_special: bool = True
     priority: int = 0
+    program: str = ""
     extra_key: str = ""
     cache_salt: str = ""
     cache_pin_s: float | None = None

@@ -14,7 +14,6 @@ from palmette.constrained.compiler import GrammarCompiler
 from palmette.constrained.spec import GrammarKind, GrammarSpec
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.sampling import SampleBatch, SampleResult
-from palmette.runtime import scheduler
 from palmette.runtime.config import SchedulerConfig
 from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import (
@@ -26,6 +25,7 @@ from palmette.runtime.fake_runner import (
     fake_engine,
     run_all,
 )
+from palmette.runtime.forecast import GrowthForecast
 from palmette.runtime.request import (
     FinishReason,
     LogprobOptions,
@@ -108,7 +108,7 @@ def test_SCH_04_nothing_drifts_over_2000_mixed_requests() -> None:
 
 def contended(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Answer], list[Request]]:
     """8 prompts of 60 tokens, 80 new tokens each, in a pool of 40 pages of 16."""
-    monkeypatch.setattr(scheduler, "RESERVED_TOKENS", 0)
+    monkeypatch.setattr(GrowthForecast, "peak_pages", lambda self, sequences: 0)
     rng = random.Random(7)
     engine = fake_engine(num_pages=40, page_size=16)
     wanted = [

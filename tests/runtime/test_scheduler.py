@@ -12,7 +12,6 @@ from palmette.constrained.backend import select_backend
 from palmette.constrained.compiler import GrammarCompiler
 from palmette.constrained.spec import GrammarKind, GrammarSpec
 from palmette.kernels.batch import ForwardBatch
-from palmette.runtime import scheduler
 from palmette.runtime.config import SchedulerConfig
 from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import (
@@ -23,6 +22,7 @@ from palmette.runtime.fake_runner import (
     fake_engine,
     run_all,
 )
+from palmette.runtime.forecast import GrowthForecast
 from palmette.runtime.request import (
     FinishReason,
     Limits,
@@ -241,7 +241,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(when: int) -> No
 
 
 def test_the_youngest_of_the_lowest_priority_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "RESERVED_TOKENS", 0)
+    monkeypatch.setattr(GrowthForecast, "peak_pages", lambda self, sequences: 0)
     engine, _ = recorded(num_pages=10, page_size=4, token_budget=64)
     wanted = [
         request("low", [1] * 7, 12, priority=0),

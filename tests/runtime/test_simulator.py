@@ -16,7 +16,6 @@ from palmette.constrained.backend import select_backend
 from palmette.constrained.compiler import GrammarCompiler
 from palmette.constrained.spec import GrammarKind, GrammarSpec, Whitespace
 from palmette.kernels.batch import ForwardBatch
-from palmette.runtime import scheduler
 from palmette.runtime.config import SchedulerConfig
 from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import (
@@ -27,7 +26,14 @@ from palmette.runtime.fake_runner import (
     fake_engine,
     run_all,
 )
-from palmette.runtime.request import FinishReason, LogprobOptions, Request, SamplingParams
+from palmette.runtime.forecast import GrowthForecast
+from palmette.runtime.request import (
+    FinishReason,
+    LogprobOptions,
+    Request,
+    ReuseHint,
+    SamplingParams,
+)
 
 EOS = 256
 VOCAB = 300
@@ -63,7 +69,9 @@ class Load:
     prefix_cache: bool = True
     fault_rate: float = 0.0  # forward passes of several rows that raise
     slow_grammars: float = 0.0  # looks at a compiled grammar that find it not ready
-    reserved: int = 0  # tokens kept free for each running sequence; 0 makes pools run out
+    forecast: bool = False  # off makes pools run out
+    policy: str = "priority"
+    swap_bytes: int = 0
 
 
 class Clock:
@@ -123,7 +131,15 @@ class Oracle:
         self._known: dict[Request, Answer] = {}
 
     def answer(self, request: Request) -> Answer:
-        alone = replace(request, request_id="alone", priority=0, deadline_s=None)
+        alone = replace(
+            request,
+            request_id="alone",
+            priority=0,
+            tenant="",
+            program="",
+            hint=ReuseHint(),
+            deadline_s=None,
+        )
         if alone not in self._known:
             self._known[alone] = run_all(self._engine, [alone])["alone"]
         return self._known[alone]
@@ -163,6 +179,11 @@ class Simulation:
                 token_budget=load.budget,
                 max_running=load.max_running,
                 prefix_cache=load.prefix_cache,
+                policy=load.policy,
+                ageing_s=0.3,
+                tenant_weights=(("a", 2.0),),
+                swap_bytes=load.swap_bytes,
+                swap_min_tokens=1,
             ),
             grammars=SlowGrammars(self.rng, load.slow_grammars),
             clock=self.clock,
@@ -181,6 +202,9 @@ class Simulation:
                 self.rng.choice(self.contents),
                 request_id=f"r{len(self.requests)}",
                 priority=self.rng.choice((0, 0, 0, 1, 5)),
+                tenant=self.rng.choice(("a", "b", "b")),
+                program=self.rng.choice(("", "p", "q")),
+                hint=ReuseHint(group=self.rng.choice((None, "g")), future_uses=len(group)),
                 deadline_s=0.5 if self.rng.random() < 0.03 else None,
             )
             self.requests[request.request_id] = request
@@ -217,6 +241,7 @@ class Simulation:
             self.check_answer(request_id, self.answers[request_id], oracle.answer(request))
         stats = self.engine.stats()
         assert (stats.running, stats.waiting, stats.used_pages, stats.stalls) == (0, 0, 0, 0)
+        assert (stats.swapped, stats.swapped_bytes) == (0, 0)
         assert stats.free_pages + stats.cached_pages == stats.num_pages
         assert self.engine.flush_cache()
         assert self.engine.stats().free_pages == stats.num_pages
@@ -246,7 +271,8 @@ class Simulation:
 
 
 def simulate(load: Load, seed: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(scheduler, "RESERVED_TOKENS", load.reserved)
+    if not load.forecast:  # as many preemptions as can be
+        monkeypatch.setattr(GrowthForecast, "peak_pages", lambda self, sequences: 0)
     simulation = Simulation(load, seed)
     simulation.run()
     simulation.check_end(Oracle())
@@ -254,16 +280,47 @@ def simulate(load: Load, seed: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 LOADS = {
-    "page-1": Load(page_size=1, pool=64, budget=24, max_running=8, num_requests=600),
+    "page-1": Load(page_size=1, pool=64, budget=24, max_running=8, num_requests=600, policy="lpm"),
     "page-4": Load(page_size=4, pool=96, budget=32, max_running=8, num_requests=600),
-    "page-16": Load(page_size=16, pool=192, budget=64, max_running=16, num_requests=600),
-    "tiny-pool": Load(page_size=4, pool=40, budget=16, max_running=6, num_requests=600),
-    "tiny-budget": Load(page_size=4, pool=128, budget=3, max_running=8, num_requests=300),
+    "page-16": Load(
+        page_size=16, pool=192, budget=64, max_running=16, num_requests=600, policy="dfs-weight"
+    ),
+    "tiny-pool": Load(
+        page_size=4, pool=40, budget=16, max_running=6, num_requests=600, policy="fair"
+    ),
+    "tiny-budget": Load(
+        page_size=4, pool=128, budget=3, max_running=8, num_requests=300, policy="program"
+    ),
+    "swap": Load(
+        page_size=4, pool=40, budget=16, max_running=6, num_requests=600, swap_bytes=2**20
+    ),
+    "little-swap": Load(  # 20 tokens
+        page_size=1,
+        pool=64,
+        budget=24,
+        max_running=8,
+        num_requests=500,
+        policy="lpm",
+        swap_bytes=320,
+    ),
+    "swap-fcfs-faults": Load(
+        page_size=4,
+        pool=48,
+        budget=16,
+        max_running=8,
+        num_requests=400,
+        policy="fcfs",
+        swap_bytes=2**20,
+        fault_rate=0.1,
+        slow_grammars=0.5,
+    ),
     "one-at-a-time": Load(page_size=4, pool=64, budget=512, max_running=1, num_requests=300),
     "no-cache": Load(
         page_size=4, pool=96, budget=32, max_running=8, num_requests=500, prefix_cache=False
     ),
-    "reserved": Load(page_size=1, pool=96, budget=32, max_running=8, num_requests=500, reserved=16),
+    "forecast": Load(
+        page_size=1, pool=96, budget=32, max_running=8, num_requests=500, forecast=True
+    ),
     "faults": Load(
         page_size=4, pool=128, budget=32, max_running=8, num_requests=500, fault_rate=0.1
     ),
@@ -281,8 +338,9 @@ def test_a_crowd_answers_as_each_request_alone(name: str, monkeypatch: pytest.Mo
     assert (stats.cached_tokens > 0) == load.prefix_cache
     assert stats.preemptions > load.num_requests // 120
     assert (stats.failed_steps > 0) == (load.fault_rate > 0)
+    assert (stats.swaps > 0) == (load.swap_bytes > 0)
     if name in ("page-1", "page-4", "tiny-pool"):
-        assert stats.preemptions > load.num_requests // 12
+        assert stats.preemptions > load.num_requests // 15
 
 
 def test_thirty_percent_aborts_leave_every_page_accounted_for() -> None:

@@ -116,6 +116,12 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
         {"cache_salt": "x" * 129},
         "cache_salt",
     ),
+    "program": (
+        {"program": "x" * 127},
+        {"program": "x" * 128},
+        {"program": "x" * 129},
+        "program",
+    ),
     "rid": ({"rid": "x" * 127}, {"rid": "x" * 128}, {"rid": "x" * 129}, "rid"),
 }
 
