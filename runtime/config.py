@@ -15,13 +15,18 @@ POLICIES = ("fcfs", "priority", "lpm", "dfs-weight", "program", "fair")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     token_budget: int = 512  # most tokens in one step: decodes first, prefill chunks fill the rest
-    mixed_chunk_tokens: int = 64  # most prefill tokens in a step that decodes too
+    mixed_chunk_tokens: int = 64  # most prefill tokens in a step that decodes too, without a target
     max_running: int = 64  # sequences that hold pages
     prefix_cache: bool = True
     jump_forward: bool = True  # tokens that a grammar forces are not sampled
     policy: str = "priority"  # of the waiting queue: one of POLICIES
     ageing_s: float = 30.0  # who waits longer goes ahead every other time; inf: never
     tenant_weights: tuple[tuple[str, float], ...] = ()  # of `fair`; others weigh 1
+    tpot_slo_ms: float | None = (
+        None  # time per output token: sizes chunks; None: mixed_chunk_tokens
+    )
+    ttft_slo_ms: float | None = None  # time to the first token: larger chunks when it is at stake
+    prefill_share: float = 0.1  # of the time of a step that decodes, kept for prompts
     swap_bytes: int = 256 * 1024 * 1024  # host memory for pages of preempted sequences
     swap_min_tokens: int = 64  # fewer are computed again instead of copied
 
@@ -31,6 +36,14 @@ class SchedulerConfig:
             raise ValueError(f"policy: {self.policy!r} is unknown; use one of {names}")
         if not self.ageing_s > 0:
             raise ValueError(f"ageing_s: {self.ageing_s} is out of range; must be > 0")
+        for name in ("tpot_slo_ms", "ttft_slo_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}: {value} is out of range; must be > 0")
+        if not 0 <= self.prefill_share <= 0.5:
+            raise ValueError(
+                f"prefill_share: {self.prefill_share} is out of range; must be in [0, 0.5]"
+            )
         for name, weight in self.tenant_weights:
             if not 0 < weight < math.inf:
                 raise ValueError(f"tenant_weights: {name}={weight} is out of range; must be > 0")

@@ -195,18 +195,19 @@ class Engine:
         plan = self._scheduler.plan(now=start)
         self._counters.plan_s += self._clock() - start
         if not plan.is_empty:
-            self._run(plan)
+            self._run(plan, start)
             self._num_stalls = 0
         elif self._num_ended + self._scheduler.num_admissions == num_before:
             self._note_stall()
 
-    def _run(self, plan: StepPlan) -> None:
+    def _run(self, plan: StepPlan, start: float) -> None:
         try:
             result = self._forward(plan)
         except Exception as error:  # fault boundary: the rows of this plan
             self._isolate(plan, error)
         else:
             self._commit(plan, result)
+            self._scheduler.budget.observe(self._clock() - start)
 
     def _forward(self, plan: StepPlan) -> SampleResult | None:
         """Launch, then fill the masks while the device works, then sample."""
@@ -383,6 +384,8 @@ class Engine:
         is_complete = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
         token_ids, text, logprobs = sequence.delivery.take() if is_complete else ((), "", ())
         usage = sequence.usage()
+        timing = sequence.timing(finished_s=self._clock() - sequence.submitted_at)
+        self._scheduler.budget.note_end(timing, len(sequence.generated))
         self._outputs.append(
             Output(
                 request_id=sequence.request_id,
@@ -392,7 +395,7 @@ class Engine:
                 prompt_logprobs=sequence.take_prompt_logprobs() if is_complete else (),
                 finish=finish,
                 usage=usage,
-                timing=sequence.timing(finished_s=self._clock() - sequence.submitted_at),
+                timing=timing,
                 error=error,
             )
         )

@@ -38,10 +38,13 @@ class EngineStats:
     computed_tokens: int = 0
     shared_tokens: int = 0
     recomputed_tokens: int = 0
+    ttft_misses: int = 0  # requests whose first token came later than ttft_slo_ms
+    tpot_misses: int = 0  # requests whose tokens took longer than tpot_slo_ms each
     stalls: int = 0  # steps with work that could do nothing
     failed_steps: int = 0  # forward passes that raised
     # seconds, on the engine's clock
     last_step_s: float = 0.0  # duration of the newest step
+    step_time_error: float = 0.0  # of the model of step times: mean |relative|, recent steps
     plan_s: float = 0.0  # sums over all steps
     launch_s: float = 0.0
     mask_s: float = 0.0

@@ -23,6 +23,7 @@ from palmette.radix_cache.pages import PagesExhausted
 from palmette.radix_cache.tree import RadixTree
 
 from .cache import use_of
+from .chunk_budget import ChunkBudget
 from .config import SchedulerConfig
 from .forecast import GrowthForecast
 from .plan import Chunk, StepPlan
@@ -58,6 +59,7 @@ class Scheduler:
         self._table = table
         self._max_scored_rows = max_scored_rows
         self._on_fault = on_fault
+        self.budget = ChunkBudget(config)
         self._forecast = GrowthForecast(pool.page_size)
         self._swap = SwapSpace(pool, max_bytes=config.swap_bytes, min_tokens=config.swap_min_tokens)
         self.waiting = make_queue(config, tree=tree, expected_tokens=self._forecast.remaining)
@@ -90,6 +92,9 @@ class Scheduler:
             "swapped": len(self._swap),
             "swapped_bytes": self._swap.num_bytes,
             "queue_s": self._queue_s,
+            "ttft_misses": self.budget.num_late_first,
+            "tpot_misses": self.budget.num_slow,
+            "step_time_error": self.budget.model.mean_error,
         }
 
     def check(self) -> None:
@@ -160,10 +165,13 @@ class Scheduler:
         self._now = now
         plan = StepPlan()
         self._plan_decodes(plan)
-        budget = self._config.token_budget - len(plan.decodes)
-        if plan.decodes:  # what prefills take of this step, the running streams wait for
-            budget = min(budget, self._config.mixed_chunk_tokens)
-        self._plan_chunks(plan, budget)
+        prefills = [sequence for sequence in self.running if sequence.status is Status.PREFILL]
+        prefills.reverse()  # the best is last
+        prefills.sort(key=_is_answering)  # short chunks of those that answer go first
+        head = self._next_waiting()
+        prompts = prefills or ([] if head is None else [head])
+        self._plan_chunks(plan, prefills, self.budget.limit(plan.decodes, prompts, now))
+        self.budget.note(plan)
         return plan
 
     def claim(self, plan: StepPlan) -> StepPlan:
@@ -265,10 +273,8 @@ class Scheduler:
                 self._table.update_pages(sequence, sequence.lease)
                 return True
 
-    def _plan_chunks(self, plan: StepPlan, budget: int) -> None:
-        prefills = [sequence for sequence in self.running if sequence.status is Status.PREFILL]
-        prefills.reverse()  # the best is last
-        prefills.sort(key=_is_answering)  # short chunks of those that answer go first
+    def _plan_chunks(self, plan: StepPlan, prefills: list[SequenceState], budget: int) -> None:
+        """Chunks of `prefills`, the last first, and of who can be admitted."""
         num_scored, may_admit = 0, True
         while budget > 0:
             best = prefills[-1] if prefills else None

@@ -51,6 +51,9 @@ _ENGINE_HELP = {
     "policy": "order of the waiting queue: fcfs, priority, lpm, dfs-weight, program or fair",
     "ageing_s": "who waits for longer goes ahead every other time; inf: never",
     "tenant_weights": "shares of tenants under the policy fair: NAME=WEIGHT,...; others have 1",
+    "tpot_slo_ms": "time per output token to keep: sizes the chunks of prompts beside decodes",
+    "ttft_slo_ms": "time to the first token to keep: larger chunks when it is at stake",
+    "prefill_share": "share of the time of a step that decodes, kept for prompts",
     "swap_bytes": "host memory for pages of preempted requests; 0: compute them again",
     "swap_min_tokens": "preempted requests with fewer tokens compute them again",
 }
@@ -221,7 +224,12 @@ def _add_fields(
             help_text = "; ".join(part for part in (text, shown) if part)
             group.add_argument(flag, action=action, default=default, help=help_text)
             continue
-        kinds = {"int | None": int, "str | None": str, "tuple[tuple[str, float], ...]": _weights}
+        kinds: dict[str, Callable[[str], Any]] = {
+            "int | None": int,
+            "float | None": float,
+            "str | None": str,
+            "tuple[tuple[str, float], ...]": _weights,
+        }
         kind = kinds.get(str(field.type), type(default))
         shown = "" if default in (None, ()) else "default: %(default)s"
         help_text = "; ".join(part for part in (text, shown) if part)

@@ -21,6 +21,7 @@ _GAUGES = {
     "used_pages": ("kv_pages_used", "Pages that running requests hold."),
     "swapped": ("requests_swapped", "Preempted requests whose pages wait on the host."),
     "swapped_bytes": ("swapped_bytes", "Host memory of their pages."),
+    "step_time_error": ("step_time_error", "Mean relative error of predicted step times."),
     "last_step_s": ("last_step_seconds", "Duration of the newest step."),
 }
 _COUNTERS = {
@@ -39,6 +40,8 @@ _COUNTERS = {
     "swaps": ("swaps", "Preemptions whose pages were copied to the host."),
     "admissions": ("admissions", "Times a request got a row and pages."),
     "queue_s": ("queue_seconds", "Time that requests waited before their first admission."),
+    "ttft_misses": ("ttft_misses", "Requests that missed ttft_slo_ms."),
+    "tpot_misses": ("tpot_misses", "Requests that missed tpot_slo_ms."),
     "stalls": ("stalls", "Steps with work that could do nothing."),
     "failed_steps": ("failed_steps", "Forward passes that failed."),
     "plan_s": ("plan_seconds", "Time spent planning steps."),

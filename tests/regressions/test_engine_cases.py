@@ -110,7 +110,7 @@ def contended(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Answer], list[
     """8 prompts of 60 tokens, 80 new tokens each, in a pool of 40 pages of 16."""
     monkeypatch.setattr(GrowthForecast, "peak_pages", lambda self, sequences: 0)
     rng = random.Random(7)
-    engine = fake_engine(num_pages=40, page_size=16)
+    engine = fake_engine(num_pages=40, page_size=16, scheduler=SchedulerConfig(swap_bytes=0))
     wanted = [
         request(f"{i}", [rng.randrange(256) for _ in range(60)], max_new=80, ignore_eos=True)
         for i in range(8)

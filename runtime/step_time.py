@@ -1,0 +1,98 @@
+"""How long a step takes, learnt from the steps that were made.
+
+    seconds = w0 + w1 * decodes + w2 * context + w3 * prefill + w4 * attention
+
+context: tokens whose K and V the decodes read; prefill: tokens in chunks; attention: token pairs
+of the chunks. Recursive least squares on relative errors, written as a Kalman filter whose
+weights drift: it follows a machine that gets slower or faster, and what is not observed for a
+while (steps without prefill) is kept instead of forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNITS = np.array([1.0, 1 / 16, 1 / 4096, 1 / 64, 1 / 2**18])  # bring features near 1
+SPREAD = np.array([1.0, 1.0, 1.0, 10.0, 10.0])  # of a weight at first, times a step's time
+NOISE = 0.1**2  # variance of a step's time, relative
+DRIFT = 0.01**2  # variance that a weight gains per step, relative
+WARM_UP = 8  # steps before predictions are of use
+MOST_SURPRISE = 2.0  # a step counts as at most so many times its prediction
+ERROR_WEIGHT = 0.05  # of the newest step in the mean error
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step has to do."""
+
+    decodes: int
+    context: int
+    prefill: int = 0
+    attention: float = 0.0
+
+    def features(self) -> NDArray[np.float64]:
+        return UNITS * (1.0, self.decodes, self.context, self.prefill, self.attention)
+
+
+def chunk_attention(start: int, end: int) -> float:
+    """Token pairs of a chunk: each row with all before it."""
+    return (end - start) * (start + end) / 2
+
+
+class StepTimeModel:
+    def __init__(self) -> None:
+        self._weights = np.zeros(len(UNITS))
+        self._first_variance = np.zeros(len(UNITS))
+        self._variance = np.zeros((len(UNITS), len(UNITS)))
+        self.num_observed = 0
+        self._num_of_kind = [0, 0]  # steps without and with prefill
+        self.largest_prefill = 0  # in one step seen so far
+        self.mean_error = 0.0  # |measured - predicted| / measured, recent steps
+
+    @property
+    def is_ready(self) -> bool:
+        return self.num_observed >= WARM_UP
+
+    def predict(self, work: StepWork) -> float:
+        """Seconds; at least 0."""
+        return max(0.0, float(self._weights @ work.features()))
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step. Times that are not positive are passed over: a clock stood still."""
+        if not seconds > 0:
+            return
+        if self.num_observed == 0:
+            self._first_variance = (SPREAD * seconds) ** 2
+            self._variance = np.diag(self._first_variance)
+        predicted = self.predict(work)
+        kind = work.prefill > 0
+        if self._num_of_kind[kind] >= WARM_UP:
+            error = abs(seconds - predicted) / seconds
+            self.mean_error += ERROR_WEIGHT * (error - self.mean_error)
+            if predicted > 0:
+                seconds = min(seconds, MOST_SURPRISE * predicted)
+        x = work.features() / seconds
+        spread = self._variance @ x
+        gain = spread / (NOISE + x @ spread)
+        self._weights += gain * (1.0 - self._weights @ x)
+        self._variance -= np.outer(gain, spread)
+        grown = np.diagonal(self._variance) + DRIFT * self._weights**2
+        np.fill_diagonal(self._variance, np.minimum(grown, self._first_variance))
+        self.num_observed += 1
+        self._num_of_kind[kind] += 1
+        self.largest_prefill = max(self.largest_prefill, work.prefill)
+
+    def most_prefill(self, work: StepWork, *, start: int, seconds: float) -> int:
+        """Tokens of one chunk, from `start` of its prompt on, that fit beside `work`."""
+        spare = seconds - self.predict(work)
+        if spare <= 0:
+            return 0
+        per_pair = max(0.0, float(self._weights[4] * UNITS[4]))
+        per_token = max(0.0, float(self._weights[3] * UNITS[3])) + per_pair * start
+        # per_pair / 2 * c**2 + per_token * c = spare
+        root = per_token + sqrt(per_token**2 + 2 * per_pair * spare)
+        return int(min(2 * spare / root, 2**31)) if root > 0 else 2**31
