@@ -46,9 +46,7 @@ void pack_group(int64_t kind, const float* x, int64_t index, int64_t rows, unsig
     const I more = bits > largest_bits;
     largest_bits = (bits & more) | (largest_bits & ~more);
   }
-  int32_t lanes[W], top = 0;
-  std::memcpy(lanes, &largest_bits, sizeof lanes);
-  for (int i = 0; i < W; ++i) top = top > lanes[i] ? top : lanes[i];
+  const int32_t top = max_integers(largest_bits);
   float largest;
   std::memcpy(&largest, &top, 4);
   const bool is_finite = top < 0x7F800000;
@@ -64,9 +62,7 @@ void pack_group(int64_t kind, const float* x, int64_t index, int64_t rows, unsig
     sums += integer;
     std::memcpy(q + i, &integer, sizeof integer);
   }
-  int32_t sum = 0;
-  std::memcpy(lanes, &sums, sizeof lanes);
-  for (int i = 0; i < W; ++i) sum += lanes[i];
+  const int32_t sum = sum_integers(sums);
   const float scale = is_finite ? largest / limit : __builtin_nanf("");
   out = place_digits(kind, q, index, rows, out);
   std::memcpy(out + index * 4, &scale, 4);

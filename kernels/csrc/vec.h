@@ -142,6 +142,41 @@ PM_INLINE float max_lanes(F v) {
   return x[0];
 }
 
+// Exact, so in whatever order.
+#if defined(PM_ISA_AVX2)
+template <typename Pair>
+PM_INLINE int32_t fold_integers(I v, Pair pair) {
+  const __m256i eight = (__m256i)v;
+  const __m128i four = pair(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = pair(four, _mm_shuffle_epi32(four, 0x0E));
+  return _mm_cvtsi128_si32(pair(two, _mm_shuffle_epi32(two, 0x01)));
+}
+#endif
+PM_INLINE int32_t sum_integers(I v) {
+#if defined(PM_ISA_AVX512)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#elif defined(PM_ISA_AVX2)
+  return fold_integers(v, [](__m128i a, __m128i b) { return _mm_add_epi32(a, b); });
+#elif defined(PM_ISA_NEON)
+  return vaddvq_s32((int32x4_t)v);
+#else
+  return v[0] + v[1] + v[2] + v[3];
+#endif
+}
+PM_INLINE int32_t max_integers(I v) {
+#if defined(PM_ISA_AVX512)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#elif defined(PM_ISA_AVX2)
+  return fold_integers(v, [](__m128i a, __m128i b) { return _mm_max_epi32(a, b); });
+#elif defined(PM_ISA_NEON)
+  return vmaxvq_s32((int32x4_t)v);
+#else
+  int32_t largest = v[0];
+  for (int i = 1; i < W; ++i) largest = largest > v[i] ? largest : v[i];
+  return largest;
+#endif
+}
+
 // e^x to about 1 ulp (Cephes expf coefficients). Below -87 it is e^-87, above 88 it is e^88; NaN
 // stays NaN.
 PM_INLINE F exp(F x) {
@@ -260,6 +295,10 @@ PM_INLINE I dot4_signed(I acc, I w, I x) {
 PM_INLINE void store_bytes(int8_t* p, I v) {
 #if defined(PM_ISA_AVX512)
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(PM_ISA_AVX2)
+  const __m256i low = _mm256_shuffle_epi8((__m256i)v, _mm256_set1_epi32(0x0C080400));
+  const __m128i first = _mm256_castsi256_si128(low), second = _mm256_extracti128_si256(low, 1);
+  _mm_storel_epi64((__m128i*)p, _mm_unpacklo_epi32(first, second));
 #elif defined(PM_ISA_NEON)
   const int16x4_t narrow = vmovn_s32((int32x4_t)v);
   const int8x8_t bytes = vmovn_s16(vcombine_s16(narrow, narrow));
