@@ -32,6 +32,11 @@ class KVPool(Protocol):
         """Bytes of one page over all layers, K and V."""
         ...
 
+    @property
+    def layout(self) -> str:
+        """What the bytes of a page are: equal layouts, and no others, may exchange pages."""
+        ...
+
     def copy(self, source_pages: Sequence[int], target_pages: Sequence[int]) -> None: ...
 
     def export(self, page_ids: Sequence[int]) -> bytes:

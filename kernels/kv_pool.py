@@ -44,6 +44,12 @@ class PagedKVPool:
     def page_bytes(self) -> int:
         return self._data[:, :, 0].numel() * self._data.element_size()
 
+    @property
+    def layout(self) -> str:
+        layers, _, _, page_size, groups, dim = self._data.shape
+        dtype = str(self._data.dtype)
+        return f"{dtype}, {layers} layers, {page_size} tokens, {groups} heads of {dim}"
+
     def keys(self, layer: int) -> torch.Tensor:
         """[num_pages * page_size, G, D], a view: the K of every slot."""
         return self._data[layer, 0].flatten(0, 1)

@@ -27,7 +27,7 @@ class Forest:
     pool that a tenant holds before it evicts its own, and that it may pin. `timer` gives the
     seconds of pins and expiries; order otherwise follows a logical clock. `token_bytes` gives
     the text of a token, to explain misses. `on_evict(node, keep)`, when set, sees a leaf before
-    it loses its pages from page `keep` on.
+    it loses its pages from page `keep` on; `on_keep(node)` the end of what a lease left.
 
     Raises:
         ValueError: when `num_pages` or `page_size` is not positive, or an option is unknown.
@@ -66,6 +66,7 @@ class Forest:
         self._misses = Misses(page_size, token_bytes)
         self._timer = timer
         self.on_evict: Callable[[Node, int], None] | None = None
+        self.on_keep: Callable[[Node], None] | None = None
         self._clock = 0
         self._num_evictable = 0  # pages of nodes without locks
 

@@ -196,10 +196,12 @@ class Lease:
         "_ready",
         "_tail",
         "_written",
+        "match_limit",
         "miss",
         "num_matched",
         "num_matched_ready",
         "page_ids",
+        "restore_end",
         "use",
     )
 
@@ -208,6 +210,8 @@ class Lease:
         self.page_ids = page_ids  # in order; those up to the tail's end are the tree's
         self.num_matched = 0  # tokens found at acquire: computed, or in work for another lease
         self.num_matched_ready = 0  # the part of them that was computed
+        self.match_limit = 0  # whole pages, in tokens, that could have matched
+        self.restore_end = 0  # tokens up to which `tiers` has more; 0: nothing to restore
         self.miss: Miss | None = None  # why it found no more at acquire
         self._data = bytearray(data)  # all token ids, encoded
         self._tail = tail  # deepest node of the path

@@ -85,7 +85,7 @@ class RadixTree(Forest):
         page_ids += self._allocate(needed, tenant, use.owner)
         lease = Lease(data, self._insert_planned(node, data, page_ids, use), page_ids, use)
         lease.num_matched = lease._own_start = num_matched
-        lease.miss = miss
+        lease.miss, lease.match_limit = miss, limit // TOKEN_BYTES
         self._place_cursor(lease)
         self._leases[lease] = None
         self._count_acquire(lease)
@@ -183,12 +183,16 @@ class RadixTree(Forest):
         self._claims.unclaim(lease)
         del self._leases[lease]
         self._clock += 1
+        *_, root = lease._tail.path()
         num_tree = lease._tail.end // self.page_size
         private = lease.page_ids[num_tree:]
         if keep and self.prefix_cache and private:
             private = self._keep_generated(lease, private)
         self._free(tenant_at(lease._tail), private)
         self._unlock(lease._tail, own_start=None if keep else lease._own_start)
+        if keep and self.on_keep is not None:
+            data = bytes(lease._data)
+            self.on_keep(walk_down(root, data, len(data), self._page_bytes)[0])
 
     def flush(self) -> bool:
         """Forget every prefix that no lease holds, pinned ones too; False while one is open.
@@ -201,6 +205,11 @@ class RadixTree(Forest):
         self.on_evict = on_evict
         self._misses.evicted.clear()
         return not self._leases
+
+    def leaves(self) -> list[Node]:
+        """Where the paths end, in no order. O(size of the tree)."""
+        nodes = [node for root in self._roots.values() for node in audit.walk(root)]
+        return [node for node in nodes if not node.children]
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds. O(size of the tree)."""

@@ -1,29 +1,54 @@
-"""The prefix cache of one engine: its tree, and the pins that requests ask for."""
+"""The prefix cache of one engine: its tree, the tiers below it, the pins that requests ask for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypedDict
 
 from palmette.constrained.vocabulary import Vocabulary
+from palmette.kernels.backend import KVPool
+from palmette.radix_cache.disk import DiskStore
+from palmette.radix_cache.node import TOKEN_BYTES
+from palmette.radix_cache.store import HostStore
+from palmette.radix_cache.tiers import PageTiers
 from palmette.radix_cache.tree import PinQuotaExceeded, RadixTree, Use
 
 from .config import EngineConfig
 from .request import EngineInfo, Request, RequestError
 
 Namespace = tuple[str, ...]
+
+
+class CacheStats(TypedDict):
+    """Of `EngineStats`."""
+
+    evicted_tokens: int
+    host_pages: int
+    disk_pages: int
+    corrupt_pages: int
+    dropped_pages: int
+
+
 PinKey = tuple[Namespace, tuple[int, ...]]
 
 
 class PrefixCache:
-    """Builds the tree as configured. `clock` gives the seconds of pins and expiries."""
+    """Builds the tree and its tiers as configured.
+
+    `clock` gives the seconds of pins and expiries; `layout` names what decides the bits of
+    `pool`'s pages.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
         info: EngineInfo,
         vocabulary: Vocabulary,
+        pool: KVPool,
         *,
+        layout: str,
         clock: Callable[[], float],
     ) -> None:
         self._page_size = info.page_size
@@ -40,10 +65,61 @@ class PrefixCache:
             timer=clock,
             token_bytes=vocabulary.token_bytes.__getitem__,
         )
+        self.tiers = self._make_tiers(config, pool, layout)
+
+    def _make_tiers(self, config: EngineConfig, pool: KVPool, layout: str) -> PageTiers | None:
+        host, disk = None, None
+        if not config.scheduler.prefix_cache:
+            return None
+        if config.disk_cache_dir is not None:
+            disk = DiskStore(
+                Path(config.disk_cache_dir).expanduser(),
+                layout=layout,
+                page_bytes=self._page_size * TOKEN_BYTES,
+                max_bytes=config.disk_cache_bytes,
+            )
+        if config.host_cache_bytes > 0:
+            host = HostStore(config.host_cache_bytes, below=disk)
+        if host is None and disk is None:
+            return None
+        return PageTiers(self.tree, pool, layout=layout, host=host, disk=disk)
 
     def start_step(self) -> None:
-        """What time has brought."""
+        """What time has brought, and a little of what is to be moved."""
         self.tree.expire_pins()
+        if self.tiers is not None:
+            self.tiers.start_step()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps without requests would still do something."""
+        return self.tiers is not None and self.tiers.has_work
+
+    @property
+    def num_restored(self) -> int:
+        """Pages that came from the tiers."""
+        return 0 if self.tiers is None else self.tiers.num_restored
+
+    def flush(self) -> bool:
+        """Forget all prefixes, on disk too; False while a request runs."""
+        if self.tiers is not None:
+            self.tiers.clear()
+        return self.tree.flush()
+
+    def stats(self) -> CacheStats:
+        host = None if self.tiers is None else self.tiers.host
+        disk = None if self.tiers is None else self.tiers.disk
+        return {
+            "evicted_tokens": self.tree.counts.evicted_tokens,
+            "host_pages": 0 if host is None else host.num_pages,
+            "disk_pages": 0 if disk is None else disk.num_pages,
+            "corrupt_pages": 0 if disk is None else disk.num_corrupt,
+            "dropped_pages": 0 if disk is None else disk.num_dropped,
+        }
+
+    def close(self) -> None:
+        if self.tiers is not None:
+            self.tiers.close()
 
     # Pins
 

@@ -79,6 +79,9 @@ class EngineConfig:
     eviction_policy: str = "lru"  # lru, lfu, slru, priority, program
     tenant_share: float = 1.0  # of the KV pool: a tenant that holds more evicts its own first
     pin_share: float = 0.25  # of the KV pool: the most that one tenant may pin
+    host_cache_bytes: int = 0  # pages evicted from the pool stay in so much host memory
+    disk_cache_dir: str | None = None  # and in this directory, from one start to the next
+    disk_cache_bytes: int = 8 * 1024**3
     grammar_backend: str = "auto"
     grammar_cache_bytes: int = 256 * 1024 * 1024
     seed: int = 0  # of the generator that gives seeds to requests without one
@@ -95,6 +98,9 @@ class EngineConfig:
                 raise ValueError(
                     f"{name}: {getattr(self, name)} is out of range; must be in (0, 1]"
                 )
+        for name in ("host_cache_bytes", "disk_cache_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be >= 0")
         if not 0.0 <= self.pin_share <= 1.0:
             raise ValueError(f"pin_share: {self.pin_share} is out of range; must be in [0, 1]")
         if self.eviction_policy not in POLICY_NAMES:

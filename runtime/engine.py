@@ -52,6 +52,7 @@ class Engine:
     """Runs requests on a model. Not thread-safe: one thread calls everything.
 
     `clock` gives monotonic seconds; deadlines and timings follow it and nothing else does.
+    `layout` names model, kernels and KV layout: pages on disk are used under the same one only.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Engine:
         grammars: GrammarSource,
         info: EngineInfo,
         clock: Callable[[], float] = time.monotonic,
+        layout: str = "",
     ) -> None:
         self.config = config
         self.info = info
@@ -72,7 +74,9 @@ class Engine:
         self._clock = clock
         self._vocabulary = tokenizer.vocabulary(info.vocab_size)
         self._intake = Intake(info, vocabulary=self._vocabulary, seed=config.seed)
-        self.cache = PrefixCache(config, info, self._vocabulary, clock=clock)
+        self.cache = PrefixCache(
+            config, info, self._vocabulary, runner.pool, layout=layout, clock=clock
+        )
         self._tree = self.cache.tree
         max_running = min(config.scheduler.max_running, info.num_pages)
         self._table = SequenceTable(
@@ -88,6 +92,7 @@ class Engine:
         self._scheduler = Scheduler(
             config.scheduler,
             tree=self._tree,
+            tiers=self.cache.tiers,
             table=self._table,
             pool=runner.pool,
             max_scored_rows=max(1, SCORED_LOGITS_BYTES // (4 * info.vocab_size)),
@@ -167,8 +172,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or an output undelivered."""
-        return bool(self._live or self._outputs)
+        """Whether a request is unfinished, an output undelivered, or a page to be moved."""
+        return bool(self._live or self._outputs) or self.cache.has_work
 
     @property
     def is_compiling(self) -> bool:
@@ -188,7 +193,7 @@ class Engine:
         return outputs
 
     def _advance(self, start: float) -> None:
-        num_before = self._num_ended + self._scheduler.num_admissions
+        num_before = self._progress
         self._expire(start)
         self.cache.start_step()
         self._poll_grammars()
@@ -197,8 +202,13 @@ class Engine:
         if not plan.is_empty:
             self._run(plan, start)
             self._num_stalls = 0
-        elif self._num_ended + self._scheduler.num_admissions == num_before:
+        elif self._progress == num_before:
             self._note_stall()
+
+    @property
+    def _progress(self) -> int:
+        """Grows with whatever a step does beside its forward pass."""
+        return self._num_ended + self._scheduler.num_admissions + self.cache.num_restored
 
     def _run(self, plan: StepPlan, start: float) -> None:
         try:
@@ -425,7 +435,7 @@ class Engine:
 
     def flush_cache(self) -> bool:
         """Forget all prefixes; False when something still runs."""
-        return self._tree.flush()
+        return self.cache.flush()
 
     def pin(
         self, ids: Sequence[int], namespace: tuple[str, ...] = (), *, seconds: float | None = None
@@ -450,6 +460,7 @@ class Engine:
             used_pages=self.info.num_pages - free - cached,
             generated_tokens=self._committer.num_generated,
             **self._scheduler.figures(),
+            **self.cache.stats(),
         )
 
     def check(self) -> None:
@@ -470,5 +481,6 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the model and the grammar threads; unfinished requests are dropped."""
+        self.cache.close()
         self._grammars.close()
         self._runner.close()

@@ -74,6 +74,10 @@ class FakePool:
     def page_bytes(self) -> int:
         return 16 * self._page_size
 
+    @property
+    def layout(self) -> str:
+        return f"fake, {self._page_size} tokens"
+
     def copy(self, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
         source, target = self.slots(source_pages), self.slots(target_pages)
         for array in (self.positions, self.token_ids, self.hashes):

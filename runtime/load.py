@@ -18,6 +18,7 @@ from palmette.constrained.compiler import GrammarCompiler
 
 from .config import EngineConfig
 from .engine import Engine
+from .fingerprint import fingerprint, kernels_text, layout_text
 from .memory import plan_memory
 from .model_store import resolve_model
 from .models.config import ModelConfig
@@ -105,7 +106,24 @@ def _load(config: EngineConfig, path: Path) -> Engine:
         choice=choice,
         context_length=context_length,
     )
-    return Engine(config=config, runner=runner, tokenizer=tokenizer, grammars=grammars, info=info)
+    layout = "" if config.disk_cache_dir is None else _layout(config, path, choice, runner)
+    return Engine(
+        config=config,
+        runner=runner,
+        tokenizer=tokenizer,
+        grammars=grammars,
+        info=info,
+        layout=layout,
+    )
+
+
+def _layout(config: EngineConfig, path: Path, choice: RunnerChoice, runner: ModelRunner) -> str:
+    """What decides the bits of a page, for those that outlive the process."""
+    assert config.disk_cache_dir is not None
+    model = fingerprint(path, memo_folder=Path(config.disk_cache_dir).expanduser())
+    details = f"weights {choice.weights}, attention {config.attention}, {config.deterministic}"
+    kernels = f"{choice.name} {kernels_text(choice.name, choice.device)}, {details}"
+    return layout_text(model, kernels, runner.pool.layout)
 
 
 def _context_length(config: EngineConfig, model: ModelConfig) -> int:

@@ -37,9 +37,19 @@ class EngineStats:
     cached_tokens: int = 0
     computed_tokens: int = 0
     shared_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
     recomputed_tokens: int = 0
     ttft_misses: int = 0  # requests whose first token came later than ttft_slo_ms
     tpot_misses: int = 0  # requests whose tokens took longer than tpot_slo_ms each
+    completion_tokens: int = 0
+    forced_tokens: int = 0
+    misses: dict[str, int] = field(default_factory=dict)  # requests by Usage.miss_reason
+    evicted_tokens: int = 0  # from the device
+    host_pages: int = 0  # gauge
+    disk_pages: int = 0  # gauge
+    corrupt_pages: int = 0  # found damaged on disk, and computed instead
+    dropped_pages: int = 0  # not written to the disk
     stalls: int = 0  # steps with work that could do nothing
     failed_steps: int = 0  # forward passes that raised
     # seconds, on the engine's clock
@@ -66,6 +76,11 @@ class Counters:
         self.cached_tokens = 0
         self.computed_tokens = 0
         self.shared_tokens = 0
+        self.host_tokens = 0
+        self.disk_tokens = 0
+        self.completion_tokens = 0
+        self.forced_tokens = 0
+        self.misses: dict[str, int] = {}
         self.recomputed_tokens = 0
         self.stalls = 0
         self.failed_steps = 0
@@ -88,9 +103,16 @@ class Counters:
         self.cached_tokens += usage.cached_tokens
         self.computed_tokens += usage.computed_tokens
         self.shared_tokens += usage.shared_tokens
+        self.host_tokens += usage.host_tokens
+        self.disk_tokens += usage.disk_tokens
+        self.completion_tokens += usage.completion_tokens
+        self.forced_tokens += usage.forced_tokens
+        if usage.miss_reason is not None:
+            self.misses[usage.miss_reason] = self.misses.get(usage.miss_reason, 0) + 1
         self.recomputed_tokens += usage.recomputed_tokens
 
     def snapshot(self, **gauges: float) -> EngineStats:
         """The counters, and what else the engine knows by the names of `EngineStats`."""
-        known: dict[str, Any] = {**vars(self), "errors": dict(self.errors), **gauges}
+        copies = {"errors": dict(self.errors), "misses": dict(self.misses)}
+        known: dict[str, Any] = {**vars(self), **copies, **gauges}
         return EngineStats(**known)

@@ -142,22 +142,53 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Exact token accounting of one request. prompt_tokens == cached_tokens + computed_tokens.
+    """Exact token accounting of one request: each of its tokens is booked once.
 
-    `shared_tokens` is the part of `cached_tokens` that was still being computed by another
-    request when this one was admitted. `recomputed_tokens` counts what preemption made the
-    engine compute again, and what a constraint took back; it is in neither of the two above.
+    prompt_tokens == cached_tokens + computed_tokens
+    cached_tokens == device_tokens + host_tokens + disk_tokens + shared_tokens
+    completion_tokens == sampled_tokens + forced_tokens
+
+    `shared_tokens` were still being computed by another request when this one was admitted;
+    `host_tokens` and `disk_tokens` were restored from below the device. `recomputed_tokens`
+    counts what preemption made the engine compute again, and what a constraint took back; it is
+    in none of the sums above.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
     shared_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
     recomputed_tokens: int = 0
     completion_tokens: int = 0
     forced_tokens: int = 0  # of the completion: not chosen, the grammar left no choice
     num_preemptions: int = 0
     miss_reason: str | None = None  # why cached_tokens is not larger; see radix_cache.ledger
+    evicted_at: int | None = None  # with the reason "evicted": on the cache's logical clock
+    evicted_by: str | None = None  # the request that needed the page; not told across tenants
+
+    @property
+    def device_tokens(self) -> int:
+        """Found computed in the KV pool."""
+        return self.cached_tokens - self.shared_tokens - self.host_tokens - self.disk_tokens
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Of the completion: chosen from the model's distribution."""
+        return self.completion_tokens - self.forced_tokens
+
+    def ledger(self) -> dict[str, int]:
+        """Where each token comes from; the values sum to prompt_tokens + completion_tokens."""
+        return {
+            "computed": self.computed_tokens,
+            "device": self.device_tokens,
+            "host": self.host_tokens,
+            "disk": self.disk_tokens,
+            "shared": self.shared_tokens,
+            "sampled": self.sampled_tokens,
+            "forced": self.forced_tokens,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

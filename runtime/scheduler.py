@@ -20,7 +20,8 @@ from operator import attrgetter
 from palmette.constrained.backend import CompiledGrammar
 from palmette.kernels.backend import KVPool
 from palmette.radix_cache.pages import PagesExhausted
-from palmette.radix_cache.tree import RadixTree
+from palmette.radix_cache.tiers import PageTiers
+from palmette.radix_cache.tree import Lease, RadixTree
 
 from .cache import use_of
 from .chunk_budget import ChunkBudget
@@ -49,6 +50,7 @@ class Scheduler:
         config: SchedulerConfig,
         *,
         tree: RadixTree,
+        tiers: PageTiers | None = None,
         table: SequenceTable,
         pool: KVPool,
         max_scored_rows: int,
@@ -56,6 +58,7 @@ class Scheduler:
     ) -> None:
         self._config = config
         self._tree = tree
+        self._tiers = tiers
         self._table = table
         self._max_scored_rows = max_scored_rows
         self._on_fault = on_fault
@@ -311,6 +314,8 @@ class Scheduler:
     ) -> Chunk | None:
         """Claim up to `most` tokens of a sequence, from where its uncomputed part begins."""
         assert sequence.lease is not None
+        if sequence.lease.restore_end and not self._restore(sequence, sequence.lease):
+            return None  # the rest comes in the next step
         frontier = self._tree.frontier(sequence.lease)
         # The last token is always run: its logits are what the sequence is here for. So are the
         # rows before a token to be scored, even where another sequence has computed them.
@@ -328,6 +333,17 @@ class Scheduler:
             self._tree.claim(sequence.lease, chunk.num_claimed)
         plan.chunks.append(chunk)
         return chunk
+
+    def _restore(self, sequence: SequenceState, lease: Lease) -> bool:
+        """Bring pages from the tiers, as many as a step may; True when all there are came."""
+        assert self._tiers is not None
+        spans, is_done = self._tiers.restore(lease, lease.restore_end)
+        for start, end, tier in spans:
+            sequence.restore(start, end, tier)
+        if is_done:
+            lease.restore_end = 0
+            sequence.explain_rest(lease, self._tree.frontier(lease))
+        return is_done
 
     def _next_waiting(self) -> SequenceState | None:
         """The first of the queue, else one whose prompt can be read while its grammar compiles."""
@@ -386,6 +402,8 @@ class Scheduler:
             self._queue_s += self._now - sequence.submitted_at
         sequence.start(lease, now=self._now)
         self._swap.restore(sequence, lease, self._tree)
+        if self._tiers is not None:
+            lease.restore_end = self._tiers.find(lease)
         insort(self.running, sequence, key=_rank)
         return True
 

@@ -18,12 +18,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypedDict
 
 import numpy as np
 
 from palmette.constrained.backend import CompiledGrammar, GrammarState
 from palmette.kernels.batch import Int32Array
 from palmette.kernels.sampling import Float32Array, RowSampling
+from palmette.radix_cache.ledger import Miss, MissReason
+from palmette.radix_cache.tenants import tenant_of
 from palmette.radix_cache.tree import Lease
 
 from .constraint import Constraint
@@ -39,6 +42,14 @@ class HeldToken:
     token_id: int
     logprob: TokenLogprob | None
     needs_score: bool = False  # its logprob comes with the step that computes it
+
+
+class MissFields(TypedDict, total=False):
+    """Of `Usage`."""
+
+    miss_reason: str | None
+    evicted_at: int | None
+    evicted_by: str | None
 
 
 class Status(StrEnum):
@@ -60,17 +71,19 @@ class SequenceState:
         "constraint",
         "deadline_at",
         "delivery",
+        "disk_tokens",
         "first_token_s",
         "forced_at",
         "generated",
         "grammar",
         "has_started",
         "held",
+        "host_tokens",
         "ids",
         "last_step",
         "lease",
         "max_generated",
-        "miss_reason",
+        "miss",
         "needs_grammar",
         "next_scored",
         "num_covered",
@@ -134,7 +147,8 @@ class SequenceState:
         self.shared_start = self.shared_end = 0  # interval matched while others computed it
         self.shared_tokens = 0
         self.num_preemptions = 0
-        self.miss_reason: str | None = None
+        self.host_tokens = self.disk_tokens = 0  # of the prompt, restored from the tiers
+        self.miss: Miss | None = None
         self.has_started = False
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
@@ -175,7 +189,7 @@ class SequenceState:
             return
         self.has_started = True
         self.admitted_s = now - self.submitted_at
-        self.miss_reason = lease.miss_reason
+        self.miss = lease.miss
         self.shared_start, self.shared_end = lease.num_matched_ready, lease.num_matched
         self.shared_tokens = self.shared_end - self.shared_start
         self.ids = np.empty(self.num_prompt + 16, np.int32)
@@ -249,6 +263,31 @@ class SequenceState:
             self.num_covered = end
         self.num_ready = end
 
+    def restore(self, start: int, end: int, tier: str) -> None:
+        """Book that the tokens start..end came from a tier below the device."""
+        fresh = max(start, self.num_covered)
+        restored = max(0, min(end, self.num_prompt) - fresh)
+        if tier == "disk":
+            self.disk_tokens += restored
+        else:
+            self.host_tokens += restored
+        overlap = min(end, self.shared_end) - max(fresh, self.shared_start)
+        self.shared_tokens -= max(overlap, 0)
+        self.num_covered = max(self.num_covered, end)
+
+    def explain_rest(self, lease: Lease, end: int) -> None:
+        """Tokens up to `end` were restored: why the cache has no more is another question now."""
+        if self.num_preemptions or end <= lease.num_matched:
+            return
+        if end < lease.match_limit:
+            self.miss = Miss(reason=MissReason.NEVER_SEEN)
+        elif end == lease.num_tokens - 1:
+            self.miss = None
+        elif self.request.logprobs.prompt_start is None:
+            self.miss = Miss(reason=MissReason.PAGE_ROUNDING)
+        else:
+            self.miss = Miss(reason=MissReason.MATCH_LIMIT)
+
     def usage(self) -> Usage:
         """The account so far.
 
@@ -261,13 +300,31 @@ class SequenceState:
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             computed_tokens=self.computed_tokens,
-            shared_tokens=min(self.shared_tokens, cached_tokens),
+            shared_tokens=min(
+                self.shared_tokens, cached_tokens - self.host_tokens - self.disk_tokens
+            ),
+            host_tokens=self.host_tokens,
+            disk_tokens=self.disk_tokens,
             recomputed_tokens=self.recomputed_tokens,
             completion_tokens=self.delivery.num_delivered,
             forced_tokens=min(len(self.forced_at), self.delivery.num_delivered),
             num_preemptions=self.num_preemptions,
-            miss_reason=self.miss_reason,
+            **self._told_miss(),
         )
+
+    def _told_miss(self) -> MissFields:
+        """A request of another tenant is not named."""
+        if self.miss is None:
+            return {}
+        eviction = self.miss.eviction
+        if eviction is None:
+            return {"miss_reason": self.miss.reason}
+        is_own = eviction.tenant == tenant_of(self.request.namespace)
+        return {
+            "miss_reason": self.miss.reason,
+            "evicted_at": eviction.clock,
+            "evicted_by": (eviction.owner or None) if is_own else "another tenant",
+        }
 
     def timing(self, *, finished_s: float | None = None) -> Timing:
         """Made once for all outputs before the last: nothing changes after the first token."""

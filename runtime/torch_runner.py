@@ -100,6 +100,10 @@ def cuda_is_available() -> bool:
     return torch.cuda.is_available()
 
 
+def cuda_device_name() -> str:
+    return str(torch.cuda.get_device_name())
+
+
 def cuda_available_bytes() -> int:
     """Bytes of the current CUDA device that are free."""
     free, _ = torch.cuda.mem_get_info()

@@ -1,4 +1,4 @@
-"""The command line: `palmette serve`, `run`, `chat`, `pull`, `bench`, `doctor`, `demo`, `version`.
+"""The command line: `palmette serve`, `run`, `chat`, `pull`, `bench`, `cache`, `doctor`, `demo`...
 
 Thin by rule: it turns words into configurations and calls what does the work. What a user can
 mend ends with one line on stderr and exit status 2, never with a traceback.
@@ -40,6 +40,9 @@ _ENGINE_HELP = {
     "eviction_policy": "what leaves the prefix cache first: lru, lfu, slru, priority or program",
     "tenant_share": "part of the KV pool that an API key may hold before it evicts its own",
     "pin_share": "part of the KV pool that an API key may pin",
+    "host_cache_bytes": "host memory for pages evicted from the KV pool; 0: none",
+    "disk_cache_dir": "directory for pages, from one start to the next; default: none",
+    "disk_cache_bytes": "most bytes in that directory",
     "grammar_backend": "engine of constrained output",
     "grammar_cache_bytes": "memory for compiled grammars",
     "seed": "gives seeds to requests without one",
@@ -87,6 +90,15 @@ _LIMIT_HELP = {
     "max_logit_bias": "entries of logit_bias",
     "max_grammar_bytes": "size of a schema, regex or grammar",
     "max_waiting": "queued requests, before an answer is `overloaded`",
+}
+
+
+_CACHE_HELP = {
+    "ls": "models and layouts, with pages and bytes",
+    "verify": "read every page; exit status 1 when one is damaged",
+    "export": "write all sound pages to one tar file",
+    "import": "add the pages of such a file, each checked",
+    "clear": "delete all pages",
 }
 
 
@@ -170,6 +182,13 @@ def _parser() -> argparse.ArgumentParser:
     check_text = "how a JSON Schema is enforced: exactly, with checks at run time, or not at all"
     check = schemas.add_parser("check", help=check_text, description=check_text)
     check.add_argument("file", type=Path, help="a JSON Schema; - reads standard input")
+    cache = add("cache", _cache, "look after a directory of the prefix cache")
+    actions = cache.add_subparsers(dest="cache", required=True, metavar="WHAT")
+    for name, cache_text in _CACHE_HELP.items():
+        action = actions.add_parser(name, help=cache_text, description=cache_text)
+        action.add_argument("folder", type=Path, metavar="DIR", help="what --disk-cache-dir names")
+        if name in ("export", "import"):
+            action.add_argument("archive", type=Path, metavar="FILE", help="a tar file")
     add("doctor", _doctor, "show what this installation can do")
     demo = add("demo", _demo, "run the built-in program")
     add_engine_options(demo)
@@ -326,6 +345,22 @@ def _schema(options: argparse.Namespace) -> int:
     from .schema_check import check
 
     return check(options.file)
+
+
+def _cache(options: argparse.Namespace) -> int:
+    from . import cache_command as command
+
+    folder = options.folder.expanduser()
+    match options.cache:
+        case "ls":
+            return command.list_pages(folder)
+        case "verify":
+            return command.verify(folder)
+        case "export":
+            return command.export_pages(folder, options.archive)
+        case "import":
+            return command.import_pages(folder, options.archive)
+    return command.clear(folder)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -265,7 +265,15 @@ class GenerateFormat:
             "computed_tokens": usage.computed_tokens,
             "shared_tokens": usage.shared_tokens,
             "recomputed_tokens": usage.recomputed_tokens,
+            "cached_tokens_details": {
+                "device": usage.device_tokens,
+                "host": usage.host_tokens,
+                "disk": usage.disk_tokens,
+                "shared": usage.shared_tokens,
+            },
             "miss_reason": usage.miss_reason,
+            "evicted_at": usage.evicted_at,
+            "evicted_by": usage.evicted_by,
         }
         if choice.index in self._tables:
             meta |= self._tables[choice.index].values()

@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from palmette.radix_cache.ledger import MissReason
 from palmette.runtime.metrics import EngineStats
 from palmette.runtime.request import EngineInfo
 
@@ -22,6 +23,8 @@ _GAUGES = {
     "swapped": ("requests_swapped", "Preempted requests whose pages wait on the host."),
     "swapped_bytes": ("swapped_bytes", "Host memory of their pages."),
     "step_time_error": ("step_time_error", "Mean relative error of predicted step times."),
+    "host_pages": ("cache_host_pages", "Pages in host memory below the KV pool."),
+    "disk_pages": ("cache_disk_pages", "Pages on disk below the KV pool."),
     "last_step_s": ("last_step_seconds", "Duration of the newest step."),
 }
 _COUNTERS = {
@@ -32,6 +35,13 @@ _COUNTERS = {
     "cached_tokens": ("cached_tokens", "Prompt tokens found in the cache."),
     "computed_tokens": ("computed_tokens", "Prompt tokens computed."),
     "shared_tokens": ("shared_tokens", "Cached tokens that another request was computing."),
+    "host_tokens": ("host_tokens", "Cached tokens restored from host memory."),
+    "disk_tokens": ("disk_tokens", "Cached tokens restored from disk."),
+    "completion_tokens": ("completion_tokens", "Tokens delivered by ended requests."),
+    "forced_tokens": ("forced_tokens", "Delivered tokens that a grammar forced."),
+    "evicted_tokens": ("evicted_tokens", "Tokens evicted from the KV pool."),
+    "corrupt_pages": ("cache_corrupt_pages", "Pages found damaged on disk."),
+    "dropped_pages": ("cache_dropped_pages", "Pages that were not written to the disk."),
     "recomputed_tokens": ("recomputed_tokens", "Tokens computed again after preemption."),
     "accepted": ("requests_accepted", "Requests taken by the engine."),
     "finished": ("requests_finished", "Requests that ended by stop or length."),
@@ -123,6 +133,10 @@ def _engine(stats: EngineStats) -> Iterable[str]:
     for attribute, (name, text) in _COUNTERS.items():
         yield from _family(f"{name}_total", "counter", text)
         yield f"palmette_{name}_total {getattr(stats, attribute)}"
+    yield from _family("cache_misses_total", "counter", "Requests by why no more was cached.")
+    for reason in MissReason:
+        count = stats.misses.get(reason, 0)
+        yield f'palmette_cache_misses_total{{reason="{reason}"}} {count}'
     yield from _family("request_errors_total", "counter", "Requests that ended in an error.")
     known = {code: stats.errors.get(code, 0) for code in _ERROR_CODES}
     known[OTHER] = sum(n for code, n in stats.errors.items() if code not in known)

@@ -26,18 +26,30 @@ def finish_reason(finish: Finish | None) -> str | None:
 
 def usage(choices: Iterable[Choice]) -> dict[str, Any]:
     """Prompts count once, however many choices they have; completions are summed."""
-    prompt = cached = completion = 0
+    prompt = cached = completion = forced = 0
+    tiers = {"device": 0, "host": 0, "disk": 0, "shared": 0}
+    misses: dict[str, int] = {}
     for choice in choices:
         completion += choice.usage.completion_tokens
+        forced += choice.usage.forced_tokens
         if choice.request.choice_index == 0:
             prompt += len(choice.request.prompt_ids)
             cached += choice.usage.cached_tokens
+            for tier in tiers:
+                tiers[tier] += getattr(choice.usage, f"{tier}_tokens")
+            reason = choice.usage.miss_reason
+            if reason is not None:
+                misses[reason] = misses.get(reason, 0) + 1
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "prompt_tokens_details": {
+            "cached_tokens": cached,
+            "cached_tokens_by_tier": tiers,
+            "miss_reasons": misses,
+        },
+        "completion_tokens_details": {"reasoning_tokens": 0, "forced_tokens": forced},
     }
 
 

@@ -39,6 +39,11 @@ class HostKVPool:
     def page_bytes(self) -> int:
         return self.data.nbytes // self.num_pages
 
+    @property
+    def layout(self) -> str:
+        layers, _, _, page_size, groups, dim = self.data.shape
+        return f"host fp32, {layers} layers, {page_size} tokens, {groups} heads of {dim}"
+
     def copy(self, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
         """All sources are read before any target is written."""
         if len(source_pages) != len(target_pages):

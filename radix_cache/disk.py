@@ -1,0 +1,258 @@
+"""The tier on disk: bounded, content-addressed, written by one thread that nobody waits for.
+
+A read is made where it is asked for; a write is queued, up to a bound, and dropped beyond it: the
+cache loses a page, a step never waits. Whatever the disk refuses costs pages, never a request: one
+warning, then silence and a new try a minute later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import page_file
+from .page_file import PageFileError
+from .store import StoredPage, total_bytes
+
+logger = logging.getLogger(__name__)
+
+QUEUE_BYTES = 256 * 1024 * 1024
+RETRY_S = 60.0  # after the disk refused a write
+CLOSE_TIMEOUT_S = 30.0
+
+
+class DiskStore:
+    """Implements `store.PageStore` over FOLDER for one layout, up to `max_bytes` of files.
+
+    `page_bytes` of tokens are a page. Nothing is raised for what the disk does or holds.
+    """
+
+    name = "disk"
+
+    def __init__(self, folder: Path, *, layout: str, page_bytes: int, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_corrupt = 0
+        self.num_dropped = 0  # pages that were not written
+        self._layout = layout
+        self._page_bytes = page_bytes
+        self._folder = page_file.layout_folder(folder, layout)
+        self._scratch = self._folder / "new"
+        self._lock = threading.Condition()
+        self._files: OrderedDict[bytes, int] = OrderedDict()  # sizes, least recently used first
+        self._num_bytes = 0
+        self._queue: deque[list[StoredPage]] = deque()
+        self._queued: dict[bytes, StoredPage] = {}
+        self._queued_bytes = 0
+        self._closing = False
+        self._has_warned = False
+        self._retry_at = 0.0
+        self._open()
+        self._writer = threading.Thread(target=self._run, name="palmette-cache", daemon=True)
+        self._writer.start()
+
+    @property
+    def num_pages(self) -> int:
+        with self._lock:
+            return len(self._files)
+
+    @property
+    def num_bytes(self) -> int:
+        with self._lock:
+            return self._num_bytes
+
+    def contains(self, digest: bytes) -> bool:
+        with self._lock:
+            return digest in self._files or digest in self._queued
+
+    def get(self, digest: bytes, namespace: tuple[str, ...], tokens: bytes) -> bytes | None:
+        with self._lock:
+            page = self._queued.get(digest)
+            if page is None and digest not in self._files:
+                return None
+        if page is None:
+            page = self._read(digest)
+            self._note_use(digest)
+        if page is None or page.namespace != namespace or page.tokens != tokens:
+            return None
+        with self._lock:
+            if digest in self._files:
+                self._files.move_to_end(digest)
+        return page.data
+
+    def put(self, pages: Sequence[StoredPage]) -> None:
+        with self._lock:
+            if time.monotonic() < self._retry_at:
+                self.num_dropped += len(pages)
+                return
+            new = [
+                page
+                for page in pages
+                if page.digest not in self._files and page.digest not in self._queued
+            ]
+            room = QUEUE_BYTES - self._queued_bytes
+            while new and total_bytes(new) > room:
+                new.pop()  # from the end: a path without its start is of no use
+                self.num_dropped += 1
+            if not new:
+                return
+            self._queue.append(new)
+            self._queued.update((page.digest, page) for page in new)
+            self._queued_bytes += total_bytes(new)
+            self._lock.notify_all()
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so much can be queued now."""
+        with self._lock:
+            return self._queued_bytes + num_bytes <= QUEUE_BYTES
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Mark a path as used: its root last, for it is wanted longest."""
+        with self._lock:
+            for digest in reversed(digests):
+                if digest in self._files:
+                    self._files.move_to_end(digest)
+
+    def wait(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """Until everything that was queued is written, or dropped; False after the timeout."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._queued, timeout_s)
+
+    def clear(self) -> None:
+        with self._lock:
+            digests = list(self._files)
+            self._forget_queue()
+            self._files.clear()
+            self._num_bytes = 0
+        for digest in digests:
+            self._unlink(digest)
+
+    def close(self) -> None:
+        """Write what is queued, for a while, and end the writer."""
+        self.wait()
+        with self._lock:
+            self._closing = True
+            self._forget_queue()
+            self._lock.notify_all()
+        self._writer.join(CLOSE_TIMEOUT_S)
+
+    def _open(self) -> None:
+        try:
+            page_file.remove_leftovers(self._scratch)
+            (self._folder / "pages").mkdir(parents=True, exist_ok=True)
+            about = self._folder / "layout.txt"
+            if not about.exists():
+                raw = (self._layout + "\n").encode()
+                page_file.write_atomically(about, raw, scratch=self._scratch)
+        except OSError as error:
+            self._refused(error)
+        try:
+            found = [(path.stat(), digest) for digest, path in page_file.page_paths(self._folder)]
+        except OSError as error:
+            self._refused(error)
+            found = []
+        for stat, digest in sorted(found, key=lambda item: item[0].st_mtime_ns):
+            self._files[digest] = stat.st_size
+            self._num_bytes += stat.st_size
+        self._shrink()
+
+    def _read(self, digest: bytes) -> StoredPage | None:
+        path = page_file.page_path(self._folder, digest)
+        try:
+            raw = path.read_bytes()
+            return page_file.decode_page(raw, digest=digest, layout=self._layout)
+        except PageFileError as error:
+            self.num_corrupt += 1
+            logger.warning("prefix cache: %s is not used: %s", path, error)
+            self._unlink(digest)
+        except OSError:  # gone, or unreadable: a miss
+            pass
+        with self._lock:
+            self._num_bytes -= self._files.pop(digest, 0)
+        return None
+
+    def _note_use(self, digest: bytes) -> None:
+        """The order of use outlives the process as the files' times."""
+        with contextlib.suppress(OSError):
+            os.utime(page_file.page_path(self._folder, digest))
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                pages = self._queue.popleft()
+            try:
+                for page in pages:
+                    self._write(page)
+                self.touch([page.digest for page in pages])
+            except OSError as error:
+                self._refused(error)
+                with self._lock:
+                    self._forget_queue()
+            finally:
+                with self._lock:
+                    for page in pages:
+                        self._drop_queued(page)
+                    self._lock.notify_all()
+
+    def _write(self, page: StoredPage) -> None:
+        with self._lock:
+            if page.digest not in self._queued:  # cleared meanwhile
+                return
+        path = page_file.page_path(self._folder, page.digest)
+        raw = page_file.encode_page(page, layout=self._layout, page_bytes=self._page_bytes)
+        if len(raw) > self.max_bytes:
+            return
+        page_file.write_atomically(path, raw, scratch=self._scratch)
+        page_file.sync_folder(path.parent)
+        with self._lock:
+            kept = page.digest in self._queued
+            if kept:
+                self._num_bytes += len(raw) - self._files.pop(page.digest, 0)
+                self._files[page.digest] = len(raw)
+        if not kept:
+            self._unlink(page.digest)
+        self._shrink()
+
+    def _shrink(self) -> None:
+        while True:
+            with self._lock:
+                if self._num_bytes <= self.max_bytes or not self._files:
+                    return
+                digest, size = self._files.popitem(last=False)
+                self._num_bytes -= size
+            self._unlink(digest)
+
+    def _unlink(self, digest: bytes) -> None:
+        try:
+            page_file.page_path(self._folder, digest).unlink(missing_ok=True)
+        except OSError as error:
+            self._refused(error)
+
+    def _drop_queued(self, page: StoredPage) -> None:
+        if self._queued.pop(page.digest, None) is not None:
+            self._queued_bytes -= total_bytes([page])
+
+    def _forget_queue(self) -> None:
+        self.num_dropped += len(self._queued)
+        self._queue.clear()
+        self._queued.clear()
+        self._queued_bytes = 0
+        self._lock.notify_all()
+
+    def _refused(self, error: OSError) -> None:
+        self._retry_at = time.monotonic() + RETRY_S
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "prefix cache: %s cannot be written (%s); requests are served without it",
+                self._folder,
+                error.strerror or error,
+            )

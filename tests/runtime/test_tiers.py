@@ -1,0 +1,335 @@
+"""Pages that left the device come back from host memory and from disk, with the same bits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from palmette.radix_cache import page_file
+from palmette.runtime.config import EngineConfig
+from palmette.runtime.engine import Engine
+from palmette.runtime.fake_runner import fake_engine, run_all
+from palmette.runtime.load import load_engine
+from palmette.runtime.request import LogprobOptions, Output, Request, SamplingParams, Usage
+
+PAGE = 4
+
+
+def engine(num_pages: int = 16, **config: object) -> Engine:
+    return fake_engine(
+        num_pages=num_pages,
+        page_size=PAGE,
+        config=EngineConfig(**config),  # type: ignore[arg-type]
+    )
+
+
+def request(name: str, ids: Sequence[int], *, new_tokens: int = 1, **fields: object) -> Request:
+    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    return Request(
+        request_id=name,
+        prompt_ids=tuple(ids),
+        sampling=sampling,
+        logprobs=LogprobOptions(output=True),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def run(target: Engine, ids: Sequence[int], **fields: object) -> Usage:
+    [answer] = run_all(target, [request("r", ids, **fields)]).values()
+    assert answer.error is None
+    usage = answer.usage
+    assert sum(usage.ledger().values()) == usage.prompt_tokens + usage.completion_tokens
+    assert min(usage.ledger().values()) >= 0
+    target.check()
+    return usage
+
+
+def flood(target: Engine) -> None:
+    for index in range(20):
+        run(target, [200 + index, *range(11)])
+
+
+def prompt(first: int = 1, *, length: int = 21) -> list[int]:
+    return [first, *range(2, 1 + length)]
+
+
+def test_evicted_pages_come_back_from_the_host_pool() -> None:
+    target = engine(host_cache_bytes=10**6)
+    assert run(target, prompt()).computed_tokens == 21
+    flood(target)
+    usage = run(target, prompt())
+    assert (usage.host_tokens, usage.computed_tokens, usage.device_tokens) == (20, 1, 0)
+    assert usage.miss_reason is None
+    assert run(target, [*prompt(), 7]).miss_reason == "page_rounding"
+    assert run(target, [*prompt(), 7, 7, 7, 7]).miss_reason == "never_seen"
+    usage = run(target, prompt())
+    assert (usage.device_tokens, usage.host_tokens) == (20, 0)
+
+
+def test_pages_come_back_from_disk_after_a_restart(tmp_path: Path) -> None:
+    target = engine(disk_cache_dir=str(tmp_path))
+    run(target, prompt())
+    target.close()
+    again = engine(disk_cache_dir=str(tmp_path))
+    usage = run(again, [*prompt(), 9, 9, 9])
+    assert (usage.disk_tokens, usage.computed_tokens) == (20, 4)
+    assert usage.miss_reason == "page_rounding"
+    again.close()
+
+
+def test_siblings_share_what_is_restored_once(tmp_path: Path) -> None:
+    target = engine(num_pages=64, disk_cache_dir=str(tmp_path))
+    run(target, prompt())
+    target.close()
+    again = engine(num_pages=64, disk_cache_dir=str(tmp_path))
+    answers = run_all(again, [request(f"r{i}", [*prompt(), i]) for i in range(6)])
+    usages = [answer.usage for answer in answers.values()]
+    assert [usage.disk_tokens for usage in usages] == [20] + [0] * 5
+    assert [usage.device_tokens + usage.shared_tokens for usage in usages] == [0] + [20] * 5
+    assert again.cache.num_restored == 5
+    again.close()
+
+
+def test_no_namespace_finds_the_pages_of_another(tmp_path: Path) -> None:
+    target = engine(host_cache_bytes=10**6, disk_cache_dir=str(tmp_path))
+    run(target, prompt(), namespace=("key", "a"))
+    flood(target)
+    for namespace in [(), ("key", "b"), ("key", "a", "x"), ("key",), ("keya",)]:
+        assert run(target, prompt(), namespace=namespace).cached_tokens == 0
+    target.close()
+    again = engine(disk_cache_dir=str(tmp_path))
+    assert run(again, prompt(), namespace=("key", "c")).cached_tokens == 0
+    assert run(again, prompt(), namespace=("key", "a")).disk_tokens == 20
+    again.close()
+
+
+def test_a_damaged_page_is_computed_again(tmp_path: Path) -> None:
+    target = engine(disk_cache_dir=str(tmp_path))
+    run(target, prompt())
+    expected = run_all(target, [request("x", prompt(), new_tokens=8)])["x"]
+    target.close()
+    paths = sorted(tmp_path.rglob("*.kv"))
+    for path in paths:
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 0x10
+        path.write_bytes(raw)
+    again = engine(disk_cache_dir=str(tmp_path))
+    answer = run_all(again, [request("x", prompt(), new_tokens=8)])["x"]
+    assert answer.usage.computed_tokens == 21 and answer.token_ids == expected.token_ids
+    assert again.stats().corrupt_pages == 1  # the rest is not even looked for
+    again.close()
+    third = engine(disk_cache_dir=str(tmp_path))
+    assert run(third, prompt()).disk_tokens >= 4
+    third.close()
+
+
+def test_flush_forgets_the_tiers_too(tmp_path: Path) -> None:
+    target = engine(host_cache_bytes=10**6, disk_cache_dir=str(tmp_path))
+    run(target, prompt())
+    flood(target)
+    assert target.flush_cache()
+    assert run(target, prompt()).cached_tokens == 0
+    assert target.flush_cache()
+    target.close()
+    assert list(tmp_path.rglob("*.kv")) == []
+
+
+def test_a_full_disk_costs_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = engine(disk_cache_dir=str(tmp_path))
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with caplog.at_level(logging.WARNING):
+        flood(target)
+        assert run(target, prompt()).completion_tokens == 1
+        target.close()
+    assert len([r for r in caplog.records if r.name.startswith("palmette.radix_cache")]) == 1
+
+
+def test_a_restore_is_spread_over_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palmette.radix_cache.tiers.STEP_BYTES", 2 * 16 * PAGE)  # two pages
+    target = engine(num_pages=64, host_cache_bytes=10**6)
+    run(target, prompt(length=41))
+    target.cache.tree.evict(64)
+    target.submit([request("late", prompt(length=41))])
+    steps, outputs = 0, list[Output]()
+    while target.has_work:
+        outputs += target.step()
+        target.check()
+        steps += 1
+    assert outputs[-1].usage.host_tokens == 40
+    assert steps == 5  # ten pages, and the last token in the step of the last two
+
+
+def test_random_lives_over_tiny_tiers(tmp_path: Path) -> None:
+    """The fake model raises where a page holds another prefix than its row's."""
+    rng = random.Random(4)
+    alone = engine(num_pages=64)
+    for life in range(6):
+        target = engine(
+            num_pages=14,
+            host_cache_bytes=rng.choice([0, 600, 10**6]),
+            disk_cache_dir=str(tmp_path) if life % 3 else None,
+            disk_cache_bytes=rng.choice([3000, 10**6]),
+            eviction_policy=rng.choice(["lru", "lfu", "slru", "program"]),
+        )
+        answers: dict[str, list[int]] = {}
+        wanted: dict[str, Request] = {}
+        tiers = 0
+        for step in range(150):
+            if rng.random() < 0.5 and len(target.live_ids()) < 5:
+                ids = prompt(rng.randrange(4), length=rng.randint(1, 24))
+                ids[rng.randrange(len(ids))] = rng.choice([1, 2])
+                namespace = rng.choice([("key", "a"), ("key", "b")])
+                name = f"r{step}"
+                new = rng.randint(1, 6)
+                wanted[name] = request(name, ids, new_tokens=new, namespace=namespace)
+                target.submit([wanted[name]])
+                answers[name] = []
+            if rng.random() < 0.1 and target.live_ids():
+                target.preempt(rng.choice(target.live_ids()))
+            for output in target.step():
+                answers[output.request_id] += output.token_ids
+                if output.finish is not None:
+                    assert output.error is None
+                    usage = output.usage
+                    total = usage.prompt_tokens + usage.completion_tokens
+                    assert sum(usage.ledger().values()) == total
+                    assert min(usage.ledger().values()) >= 0
+                    tiers += usage.host_tokens + usage.disk_tokens
+            target.check()
+        while target.has_work:
+            for output in target.step():
+                answers[output.request_id] += output.token_ids
+        target.close()
+        for name, item in wanted.items():
+            expected = run_all(alone, [replace(item, request_id="x", namespace=())])["x"]
+            assert tuple(answers[name]) == tuple(expected.token_ids), name
+        assert tiers > 0 or life in (0, 3)
+
+
+# With a real model
+
+
+def load(model: Path, folder: Path | None, **config: object) -> Engine:
+    return load_engine(
+        EngineConfig(
+            model=str(model),
+            runner="native",
+            threads=1,
+            disk_cache_dir=None if folder is None else str(folder),
+            **config,  # type: ignore[arg-type]
+        ),
+        progress=None,
+    )
+
+
+def serve(target: Engine, prompts: Sequence[Sequence[int]]) -> list[tuple[object, object, Usage]]:
+    requests = [request(f"r{i}", ids, new_tokens=8) for i, ids in enumerate(prompts)]
+    answers = run_all(target, requests)
+    return [
+        (answer.token_ids, tuple(item.logprob for item in answer.logprobs), answer.usage)
+        for answer in answers.values()
+    ]
+
+
+def prompts_of(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(8)
+    head = [rng.randrange(vocab_size) for _ in range(150)]
+    return [[*head[: rng.randint(20, 150)], rng.randrange(vocab_size)] for _ in range(8)]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_bits_are_the_same_cold_evicted_and_restored(
+    tiny_files: Path, tmp_path: Path, page_size: int
+) -> None:
+    cold = load(tiny_files, None, page_size=page_size, kv_tokens=4096)
+    prompts = prompts_of(cold.info.vocab_size)
+    expected = []
+    for ids in prompts:
+        assert cold.flush_cache()
+        expected += serve(cold, [ids])
+    cold.close()
+    restored = 0
+    for visit in range(3):
+        target = load(
+            tiny_files,
+            tmp_path,
+            page_size=page_size,
+            kv_tokens=256,
+            host_cache_bytes=0 if visit == 1 else 10**6,
+        )
+        for ids, (token_ids, logprobs, _) in zip(prompts, expected, strict=True):
+            [(got_ids, got_logprobs, usage)] = serve(target, [ids])
+            assert (got_ids, got_logprobs) == (token_ids, logprobs)
+            restored += usage.host_tokens + usage.disk_tokens
+            target.check()
+        target.close()
+    assert restored > 0
+
+
+def test_other_weights_find_nothing(tiny_files: Path, tmp_path: Path) -> None:
+    first = load(tiny_files, tmp_path, kv_tokens=512, weights="fp32")
+    prompts = prompts_of(first.info.vocab_size)
+    serve(first, prompts)
+    first.close()
+    other = load(tiny_files, tmp_path, kv_tokens=512, weights="bf16")
+    assert serve(other, prompts[:1])[0][2].cached_tokens == 0
+    other.close()
+    same = load(tiny_files, tmp_path, kv_tokens=512, weights="fp32")
+    assert serve(same, prompts[:1])[0][2].disk_tokens > 0
+    same.close()
+
+
+SERVE_FOR_EVER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+import test_tiers
+target = test_tiers.load(Path(sys.argv[1]), Path(sys.argv[2]), kv_tokens=4096)
+prompts = test_tiers.prompts_of(target.info.vocab_size)
+while True:
+    for place in range(len(prompts)):
+        test_tiers.serve(target, [prompts[place]])
+        print(place, flush=True)
+"""
+
+
+def test_killed_and_started_again_the_prefix_is_warm_and_the_bits_the_same(
+    tiny_files: Path, tmp_path: Path
+) -> None:
+    cold = load(tiny_files, None, kv_tokens=4096)
+    prompts = prompts_of(cold.info.vocab_size)
+    expected = []
+    for ids in prompts:
+        assert cold.flush_cache()
+        expected += serve(cold, [ids])
+    cold.close()
+    here = str(Path(__file__).parent)
+    script = [sys.executable, "-c", SERVE_FOR_EVER, str(tiny_files), str(tmp_path), here]
+    with subprocess.Popen(script, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for _ in prompts:
+            assert process.stdout.readline()
+        process.kill()
+    again = load(tiny_files, tmp_path, kv_tokens=4096)
+    for ids, (token_ids, logprobs, _) in zip(prompts, expected, strict=True):
+        [(got_ids, got_logprobs, usage)] = serve(again, [ids])
+        assert (got_ids, got_logprobs) == (token_ids, logprobs)
+        assert usage.cached_tokens >= (len(ids) - 1) // 16 * 16 - 16
+    assert again.cache.num_restored > 0
+    again.close()
+    for folder in (tmp_path / page_file.VERSION).iterdir():
+        assert list((folder / "new").iterdir()) == []
