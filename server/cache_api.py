@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from .context import ServerContext, context_of, read_struct
 from .errors import from_engine, invalid
 from .limits import PIN_NAMES, token_ids
 from .respond import JsonBody
+from .routes import Routes
 from .schemas import PinBody, UnpinBody
 from .transport import Pinned
 
-router = APIRouter()
+router = Routes()
 
 
 @router.post("/cache/pin")

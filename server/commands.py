@@ -10,7 +10,7 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,7 +75,7 @@ def download_bar(name: str) -> Iterator[Progress]:
 
 def serve(server: ServerConfig, config: EngineConfig, log_level: str) -> int:
     """Serve until a signal; prints where, and what was chosen."""
-    for package in ("fastapi", "uvicorn"):
+    for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"the package {package!r} is missing; pip install 'palmette[serve]'")
     from .serve import bind
@@ -105,23 +105,13 @@ def serve(server: ServerConfig, config: EngineConfig, log_level: str) -> int:
 
     try:
         command = (*ENGINE_COMMAND, "--log-level", log_level)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(serve_forever(server, config, load_codec, announce, command))
+        asyncio.run(serve_forever(server, config, load_codec, announce, command))
     except EngineLoadError as error:
         if error.user_error:
             raise UserError(str(error)) from error
         errors.print(f"palmette serve: {error}")
         return 1
     return 0
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed: a streamed token costs less CPU with it."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 def _allow_many_connections() -> None:

@@ -23,7 +23,8 @@ from palmette.runtime.runner import select_runner
 # extra -> the packages that it brings
 _EXTRAS = {
     "core": ("numpy", "msgspec", "tokenizers", "llguidance", "safetensors", "gguf"),
-    "serve": ("fastapi", "uvicorn"),
+    "serve": ("starlette", "uvicorn"),
+    "outlines": ("outlines",),
     "torch": ("torch",),
     "cuda": ("triton", "flashinfer"),
 }

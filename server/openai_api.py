@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from palmette.runtime.request import ReuseHint
 
@@ -33,10 +34,11 @@ from .limits import (
 from .messages import check_messages, check_template_options, check_tools
 from .openai_answers import ChatFormat, CompletionFormat
 from .respond import OutputFormat, json_response, stream_response
+from .routes import Routes
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .tools import tool_mode
 
-router = APIRouter()
+router = Routes()
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 

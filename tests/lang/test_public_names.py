@@ -12,7 +12,7 @@ import palmette as pm
 
 HEAVY = (
     "torch",
-    "fastapi",
+    "starlette",
     "pydantic",
     "tokenizers",
     "httpx",
