@@ -1,8 +1,10 @@
 // The whole model in one call: every member of the team walks through the phases of forward(),
 // whose pieces they share. Which member computes which piece does not matter to any bit.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <vector>
 
 #include "kernels.h"
@@ -29,6 +31,32 @@ constexpr int64_t FEW_ROWS = 2;  // every member packs so few for itself: cheape
 constexpr int64_t COLUMN_PIECE = 256;  // columns of SiLU per task; a multiple of a weight group
 constexpr int64_t PHASES_PER_LAYER = 10;
 
+// The rows that the last layer computes to its end: those that are sampled. Of the others it needs
+// K and V only.
+struct LastRows {
+  bool is_fewer = false;  // than the step's rows
+  std::vector<int32_t> positions, qo_indptr;
+  PmBatch batch;                      // the step's, with these rows only
+  std::optional<AttentionPlan> plan;  // of this batch
+
+  void choose(const PmBatch& step) {
+    for (int64_t i = 1; i < step.num_sampled; ++i)  // so that rows can move to the front in place
+      if (step.sample_rows[i] <= step.sample_rows[i - 1]) return;
+    is_fewer = step.num_sampled < step.num_tokens;
+    if (!is_fewer) return;
+    qo_indptr.push_back(0);
+    for (int64_t b = 0, i = 0; b < step.num_sequences; ++b) {
+      for (; i < step.num_sampled && step.sample_rows[i] < step.qo_indptr[b + 1]; ++i)
+        positions.push_back(step.positions[step.sample_rows[i]]);
+      qo_indptr.push_back((int32_t)i);
+    }
+    batch = step;
+    batch.num_tokens = step.num_sampled;
+    batch.positions = positions.data();
+    batch.qo_indptr = qo_indptr.data();
+  }
+};
+
 // One step; shared by all members.
 struct Step {
   PmModel* model;
@@ -49,13 +77,18 @@ struct Step {
   int64_t private_floats;
   unsigned char* private_packed;  // per member, FEW_ROWS rows
   int64_t private_packed_bytes;
+  LastRows last;
 };
 
 // One member's walk through the phases.
 class Member {
  public:
   Member(Step* step, int index)
-      : s_(*step), m_(*step->model), shape_(step->model->shape), index_(index) {
+      : s_(*step),
+        m_(*step->model),
+        shape_(step->model->shape),
+        index_(index),
+        num_rows_(step->batch->num_tokens) {
     private_ = s_.private_scratch + index * s_.private_floats;
     private_packed_ = s_.private_packed + index * s_.private_packed_bytes;
   }
@@ -67,6 +100,10 @@ class Member {
       normalise(l.input_norm, l.qkv->kind);
       linear(l.qkv, false, s_.qkv, qkv_width());
       place_qkv(l, layer);
+      if (s_.last.is_fewer && layer == shape_.num_layers - 1) {
+        if (s_.batch->num_sampled == 0) return;
+        keep_sampled_rows();
+      }
       attend(layer);
       pack_attended(l.o->kind);
       linear(l.o, true, s_.hidden, shape_.hidden_size);
@@ -112,7 +149,7 @@ class Member {
 
   void normalise(const float* weight, int64_t kind) {
     const int64_t e = shape_.hidden_size;
-    const RowBlocks blocks(s_.batch->num_tokens, kind);
+    const RowBlocks blocks(num_rows_, kind);
     prepare(blocks.m, blocks.num, [&](int64_t b) {
       unsigned char* block = packed_ + block_offset(kind, blocks, b, e);
       for (int64_t r = 0; r < blocks.rows(b); ++r) {
@@ -123,7 +160,7 @@ class Member {
   }
 
   void linear(const PmMatrix* matrix, bool add, float* y, int64_t stride) {
-    const RowBlocks blocks(s_.batch->num_tokens, matrix->kind);
+    const RowBlocks blocks(num_rows_, matrix->kind);
     share(matrix->num_panels, panels_per_task(matrix->num_panels, s_.num_threads),
           [&](int64_t first, int64_t last) {
             linear_panels(matrix, packed_, blocks, first, last, add, y, stride);
@@ -153,9 +190,25 @@ class Member {
     });
   }
 
+  // Moves the rows of hidden and qkv to the front; from here on there are no others.
+  void keep_sampled_rows() {
+    share(1, 1, [&](int64_t, int64_t) {
+      const int64_t e = shape_.hidden_size, width = qkv_width();
+      for (int64_t i = 0; i < s_.batch->num_sampled; ++i) {
+        const int64_t row = s_.batch->sample_rows[i];
+        if (row == i) continue;
+        std::memcpy(s_.hidden + i * e, s_.hidden + row * e, (size_t)e * sizeof(float));
+        std::memcpy(s_.qkv + i * width, s_.qkv + row * width, (size_t)width * sizeof(float));
+      }
+    });
+    num_rows_ = s_.batch->num_sampled;
+    plan_ = &*s_.last.plan;
+    batch_ = &s_.last.batch;
+  }
+
   void attend(int64_t layer) {
     AttentionInput input;
-    input.batch = s_.batch;
+    input.batch = batch_;
     input.q = s_.qkv;
     input.q_stride = qkv_width();
     input.k_pages = pages(layer, 0);
@@ -166,13 +219,13 @@ class Member {
     input.head_dim = shape_.head_dim;
     input.window = shape_.sliding_window;
     input.out = s_.attended;
-    share(s_.plan.num_pieces(), 1,
-          [&](int64_t task, int64_t) { s_.plan.run(input, task, private_); });
+    share(plan_->num_pieces(), 1,
+          [&](int64_t task, int64_t) { plan_->run(input, task, private_); });
   }
 
   void pack_attended(int64_t kind) {
     const int64_t k = shape_.num_heads * shape_.head_dim;
-    const RowBlocks blocks(s_.batch->num_tokens, kind);
+    const RowBlocks blocks(num_rows_, kind);
     prepare(blocks.m, blocks.num, [&](int64_t b) {
       for (int64_t r = 0; r < blocks.rows(b); ++r)
         pack_columns(kind, s_.attended + (blocks.start(b) + r) * k, 0, k, r, blocks.rows(b),
@@ -184,7 +237,7 @@ class Member {
   void activate(int64_t kind) {
     const int64_t i = shape_.intermediate_size;
     const int64_t runs = (i + COLUMN_PIECE - 1) / COLUMN_PIECE;
-    const RowBlocks blocks(s_.batch->num_tokens, kind);
+    const RowBlocks blocks(num_rows_, kind);
     prepare(blocks.m, blocks.num * runs, [&](int64_t piece) {
       const int64_t b = piece / runs, k0 = piece % runs * COLUMN_PIECE;
       const int64_t k1 = k0 + COLUMN_PIECE < i ? k0 + COLUMN_PIECE : i;
@@ -202,7 +255,8 @@ class Member {
     const RowBlocks blocks(s_.batch->num_sampled, kind);
     prepare(blocks.m, blocks.num, [&](int64_t b) {
       for (int64_t r = 0; r < blocks.rows(b); ++r) {
-        const int64_t row = s_.batch->sample_rows[blocks.start(b) + r];
+        const int64_t i = blocks.start(b) + r;
+        const int64_t row = s_.last.is_fewer ? i : s_.batch->sample_rows[i];
         rms_norm_row(s_.hidden + row * e, m_.final_norm, e, shape_.rms_eps, private_);
         pack_columns(kind, private_, 0, e, r, blocks.rows(b),
                      packed_ + block_offset(kind, blocks, b, e));
@@ -224,6 +278,9 @@ class Member {
   const PmModelShape& shape_;
   const int index_;
   int64_t phase_ = 0;
+  int64_t num_rows_;  // the step's, or those the last layer keeps
+  AttentionPlan* plan_ = &s_.plan;
+  const PmBatch* batch_ = s_.batch;
   float* private_;
   unsigned char* private_packed_;
   unsigned char* packed_ = nullptr;  // the rows that the next linear reads
@@ -247,7 +304,8 @@ void lay_out(Step* s) {
   widest = widest > attended ? widest : attended;
   const int64_t packed = (packed_bytes(PM_F32, t, widest) + 3) / 4;
   const int64_t few = aligned((packed_bytes(PM_F32, FEW_ROWS, widest) + 3) / 4) + 64;
-  const int64_t attention = s->plan.scratch_floats();
+  int64_t attention = s->plan.scratch_floats();
+  if (s->last.plan) attention = std::max(attention, s->last.plan->scratch_floats());
   s->private_floats = aligned(attention > widest ? attention : widest) + 64;
   const int64_t total = 16 + aligned(t * shape.hidden_size) + aligned(t * qkv) +
                         aligned(t * 2 * shape.intermediate_size) + aligned(t * attended) +
@@ -365,7 +423,7 @@ int pm_model_forward(PmModel* model, const PmBatch* batch, float* kv, int64_t nu
                   pm::AttentionPlan(batch, shape.num_heads, shape.num_kv_heads, shape.head_dim,
                                     page_size, shape.sliding_window, threads),
                   std::vector<pm::Phase>(
-                      (size_t)(shape.num_layers * pm::PHASES_PER_LAYER + 3)),
+                      (size_t)(shape.num_layers * pm::PHASES_PER_LAYER + 4)),
                   threads,
                   nullptr,
                   nullptr,
@@ -375,7 +433,12 @@ int pm_model_forward(PmModel* model, const PmBatch* batch, float* kv, int64_t nu
                   nullptr,
                   0,
                   nullptr,
-                  0};
+                  0,
+                  {}};
+    step.last.choose(*batch);
+    if (step.last.is_fewer && batch->num_sampled)
+      step.last.plan.emplace(&step.last.batch, shape.num_heads, shape.num_kv_heads,
+                             shape.head_dim, page_size, shape.sliding_window, threads);
     pm::lay_out(&step);
     model->pool->team.run(pm::run_member, &step);
   } catch (const std::bad_alloc&) {

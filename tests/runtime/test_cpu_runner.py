@@ -181,15 +181,26 @@ def test_a_row_may_read_what_another_row_of_its_step_writes(
     np.testing.assert_array_equal(logits[13:], alone[:32])
 
 
-def test_only_sampled_rows_have_logits(tiny_models: Any, model_driver: Any) -> None:
-    runner = runner_of(tiny_models.directory("qwen3"))
-    batch = model_driver(runner).batch({"a": PROMPT[:20]})
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_only_sampled_rows_have_logits(
+    name: str, threads: int, tiny_models: Any, model_driver: Any
+) -> None:
+    """Rows in any order and number, of sequences with and without such rows: the same bits."""
+    runner = runner_of(tiny_models.directory(name), threads=threads)
+    crowd = {"a": PROMPT[:20], "b": LONG, "c": [7], "d": PROMPT}  # rows 0, 20, 220 and 221
+    batch = model_driver(runner).batch(crowd)
     every = runner.launch(batch).logits
+    pool = runner.pool.data.copy()
     few = {name: getattr(batch, name) for name in batch.__slots__}
-    few["sample_rows"] = np.array([3, 19], np.int32)
-    np.testing.assert_array_equal(runner.launch(type(batch)(**few)).logits, every[[3, 19]])
-    few["sample_rows"] = np.empty(0, np.int32)
-    assert runner.launch(type(batch)(**few)).logits.shape == (0, runner.vocab_size)
+    ends = [19, 219, 220, 265]
+    spread = list(range(0, 266, 3))
+    for rows in ([], [0], [19], ends, [219], [220, 265], spread, [265, 3], [5, 5], ends[::-1]):
+        few["sample_rows"] = np.array(rows, np.int32)
+        runner.pool.data[:] = 0
+        logits = runner.launch(type(batch)(**few)).logits
+        np.testing.assert_array_equal(logits, every[rows])
+        np.testing.assert_array_equal(runner.pool.data, pool)
 
 
 @pytest.mark.parametrize(
