@@ -7,7 +7,8 @@
 namespace pm {
 namespace {
 
-constexpr int CHAINS = 12;  // enough to hide the latency of one, few enough for 16 registers
+// Enough to hide the latency of one on two (four) units, few enough for the registers.
+constexpr int CHAINS = PM_HAS_32_REGISTERS ? 24 : 12;
 
 struct Job {
   int num_threads;
@@ -52,7 +53,8 @@ void multiply_floats(void* context, int member) {
 }
 
 PM_INLINE I best_dot(I sum, I w, I x) {
-#if defined(PM_ISA_AVX2)  // products are added in 16 bits, and widened once per group
+  // AVX2 alone: products are added in 16 bits, and widened once per group.
+#if defined(PM_ISA_AVX2) && !defined(__AVXVNNI__)
   return (I)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
 #else
   return dot4_unsigned(sum, w, x);
