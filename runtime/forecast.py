@@ -2,7 +2,7 @@
 
     pages     ______            The peak of what is held, if every sequence generates as many
              |      |___        tokens as expected: they grow together, and whoever ends gives
-        _____|          |__     back what it has generated.
+        _____|          |__     back what only it holds.
        now ------------------> tokens
 
 Too low a guess costs preemptions, too high a guess leaves pages idle; neither changes an answer.
@@ -45,11 +45,18 @@ class GrowthForecast:
     def peak_pages(self, sequences: Iterable[SequenceState]) -> int:
         """Pages beyond what is held now at the worst moment to come. O(n log n)."""
         page_size = self._page_size
-        growth = sorted(((self.remaining(s), len(s.generated)) for s in sequences), key=_remaining)
+        growth = sorted(
+            ((self.remaining(s), self._own_pages(s)) for s in sequences), key=_remaining
+        )
         peak, num_alive, given_back = 0, len(growth), 0
-        for remaining, num_generated in growth:
-            held = num_alive * -(-remaining // page_size) - given_back
-            peak = max(peak, held)
+        for remaining, own_pages in growth:
+            more = -(-remaining // page_size)
+            peak = max(peak, num_alive * more - given_back)
             num_alive -= 1
-            given_back += num_generated // page_size
+            given_back += own_pages + more
         return peak
+
+    def _own_pages(self, sequence: SequenceState) -> int:
+        """Pages that no other sequence holds: its end gives them back."""
+        lease = sequence.lease
+        return 0 if lease is None else len(lease.page_ids) - lease.num_shared // self._page_size

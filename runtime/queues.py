@@ -10,6 +10,7 @@ the queue: each costs O(log n), or O(tokens of the prompt) where the policy look
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
 from math import inf
@@ -60,9 +61,6 @@ class Sorted:
     def __iter__(self) -> Iterator[SequenceState]:
         return (sequence for _, sequence in self._entries)
 
-    def __contains__(self, sequence: SequenceState) -> bool:
-        return sequence.arrival in self._keys
-
     def push(self, sequence: SequenceState) -> None:
         key = self._keys[sequence.arrival] = self._key(sequence)
         insort(self._entries, (key, sequence))
@@ -107,7 +105,7 @@ class WaitingQueue:
         self._started = Sorted(_started_key)
         self._classes: dict[float, Policy] = {}  # by rank[0]
         self._order: list[float] = []  # of the classes
-        self._all = Sorted(by_arrival)
+        self._all: OrderedDict[int, SequenceState] = OrderedDict()  # by arrival, oldest first
         self._serves_oldest = True  # whose turn it is
         if not has_classes:
             self._class(0.0)  # its account outlives its requests
@@ -116,20 +114,21 @@ class WaitingQueue:
         return len(self._all)
 
     def __iter__(self) -> Iterator[SequenceState]:
-        return iter(self._all)
+        return iter(self._all.values())
 
     def push(self, sequence: SequenceState) -> None:
         if not self._has_classes and not sequence.has_started:
             sequence.rank = (0.0, 0.0, sequence.arrival)
-        self._all.push(sequence)
+        self._all[sequence.arrival] = sequence
         if sequence.has_started:
+            self._all.move_to_end(sequence.arrival, last=False)
             self._started.push(sequence)
         else:
             self._class(sequence.rank[0]).push(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        self._all.remove(sequence)
-        if sequence in self._started:
+        del self._all[sequence.arrival]
+        if sequence.has_started:
             self._started.remove(sequence)
             return
         rank = self._place(sequence)
@@ -144,10 +143,10 @@ class WaitingQueue:
         if not self._all:
             return None
         if self._serves_oldest:
-            oldest = self._all.head()
+            oldest = next(iter(self._all.values()))
             if now - oldest.submitted_at >= self._ageing_s:
                 return oldest
-        rank = next((rank for rank in self._order if self._classes[rank]), inf)
+        rank = self._order[0] if self._order and self._classes[self._order[0]] else inf
         if self._started and (first := self._started.head()).rank[0] <= rank:
             return first
         return self._classes[rank].head()
@@ -156,7 +155,7 @@ class WaitingQueue:
         """`sequence` got a row and pages: take it out, and settle its rank."""
         is_old = now - sequence.submitted_at >= self._ageing_s
         self._serves_oldest = not (self._serves_oldest and is_old)
-        if sequence in self._all:  # else it came while its grammar compiles
+        if sequence.arrival in self._all:  # else it came while its grammar compiles
             self.remove(sequence)
         if is_old:
             sequence.rank = (-inf, *sequence.rank[1:])

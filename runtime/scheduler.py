@@ -34,6 +34,8 @@ from .swap import SwapSpace
 
 logger = logging.getLogger(__name__)
 
+RETRY_STEPS = 8  # between two looks at whether a waiting request fits, unless pages come back
+
 _rank = attrgetter("rank")
 _is_answering = attrgetter("is_answering")
 
@@ -74,7 +76,7 @@ class Scheduler:
         self._queue_s = 0.0
         self._step = 0
         self._now = 0.0
-        self._blocked: int | None = None  # arrival of one refused since pages came back last
+        self._blocked: tuple[int, int] | None = None  # (arrival, step) of the newest refusal
 
     @property
     def num_waiting(self) -> int:
@@ -368,8 +370,10 @@ class Scheduler:
         """
         if self._table.num_free == 0:
             return False
-        if self.running and self._blocked == sequence.arrival:
-            return False
+        if self.running and self._blocked is not None:
+            arrival, step = self._blocked
+            if arrival == sequence.arrival and self._step - step < RETRY_STEPS:
+                return False  # no pages came back since, and the forecast is nearly the same
         try:
             if self._has_room(sequence):
                 return self._take_lease(sequence)
@@ -378,7 +382,7 @@ class Scheduler:
         except Exception as error:  # fault boundary: one sequence
             self._on_fault(sequence, error)
             return True
-        self._blocked = sequence.arrival
+        self._blocked = (sequence.arrival, self._step)
         return False
 
     def _take_lease(self, sequence: SequenceState) -> bool:

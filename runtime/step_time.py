@@ -1,11 +1,12 @@
 """How long a step takes, learnt from the steps that were made.
 
-    seconds = w0 + w1 * decodes + w2 * context + w3 * prefill + w4 * attention
+    seconds = w0 + w1 * decodes + w2 * context + w3 * prefill + w4 * attention + w5 * (prefill > 0)
 
 context: tokens whose K and V the decodes read; prefill: tokens in chunks; attention: token pairs
-of the chunks. Recursive least squares on relative errors, written as a Kalman filter whose
-weights drift: it follows a machine that gets slower or faster, and what is not observed for a
-while (steps without prefill) is kept instead of forgotten.
+of the chunks; w5: what the first token of a chunk costs more than the next. Recursive least
+squares on relative errors, written as a Kalman filter whose weights drift: it follows a machine
+that gets slower or faster, and what is not observed for a while (steps without prefill) is kept
+instead of forgotten.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from math import sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-UNITS = np.array([1.0, 1 / 16, 1 / 4096, 1 / 64, 1 / 2**18])  # bring features near 1
-SPREAD = np.array([1.0, 1.0, 1.0, 10.0, 10.0])  # of a weight at first, times a step's time
+UNITS = np.array([1.0, 1 / 16, 1 / 4096, 1 / 64, 1 / 2**18, 1.0])  # bring features near 1
+SPREAD = np.array([1.0, 1.0, 1.0, 10.0, 10.0, 1.0])  # of a weight at first, times a step's time
 NOISE = 0.1**2  # variance of a step's time, relative
 DRIFT = 0.01**2  # variance that a weight gains per step, relative
 WARM_UP = 8  # steps before predictions are of use
@@ -35,7 +36,8 @@ class StepWork:
     attention: float = 0.0
 
     def features(self) -> NDArray[np.float64]:
-        return UNITS * (1.0, self.decodes, self.context, self.prefill, self.attention)
+        sizes = (1.0, self.decodes, self.context, self.prefill, self.attention, self.prefill > 0)
+        return UNITS * sizes
 
 
 def chunk_attention(start: int, end: int) -> float:
@@ -60,6 +62,11 @@ class StepTimeModel:
     def predict(self, work: StepWork) -> float:
         """Seconds; at least 0."""
         return max(0.0, float(self._weights @ work.features()))
+
+    def predict_with(self, work: StepWork, *, start: int, prefill: int) -> float:
+        """Seconds of `work` with a chunk beside it, from `start` of its prompt on."""
+        pairs = chunk_attention(start, start + prefill)
+        return self.predict(StepWork(work.decodes, work.context, prefill, pairs))
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step. Times that are not positive are passed over: a clock stood still."""
@@ -88,7 +95,7 @@ class StepTimeModel:
 
     def most_prefill(self, work: StepWork, *, start: int, seconds: float) -> int:
         """Tokens of one chunk, from `start` of its prompt on, that fit beside `work`."""
-        spare = seconds - self.predict(work)
+        spare = seconds - self.predict(work) - max(0.0, float(self._weights[5]))
         if spare <= 0:
             return 0
         per_pair = max(0.0, float(self._weights[4] * UNITS[4]))
