@@ -61,9 +61,17 @@ def make_requests(
 
 
 def serve(
-    engine: Engine, requests: Sequence[Request], *, at_once: int, preempt_every: int = 0
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    at_once: int,
+    preempt_every: int = 0,
+    flushes: bool = False,
 ) -> list[Answer]:
-    """Run the requests, `at_once` in flight; preempt a running one every so many steps."""
+    """Run the requests, `at_once` in flight; preempt a running one every so many steps.
+
+    flushes: then empty the cache, so that its pages come back from the host or not at all.
+    """
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
     waiting, live, steps = list(requests), set[str](), 0
@@ -82,6 +90,8 @@ def serve(
         steps += 1
         if preempt_every and steps % preempt_every == 0 and live:
             engine.preempt(rng.choice(sorted(live)))
+            if flushes:
+                engine.flush_cache()
     engine.check()
     return [
         Answer(
@@ -96,6 +106,8 @@ def load(model: Path, runner: str, **changes: object) -> Engine:
     scheduler = SchedulerConfig(
         token_budget=int(changes.pop("token_budget", 512)),
         prefix_cache=bool(changes.pop("prefix_cache", True)),
+        swap_min_tokens=int(changes.pop("swap_min_tokens", 64)),
+        tpot_slo_ms=changes.pop("tpot_slo_ms", None),  # type: ignore[arg-type]
     )
     base = EngineConfig(
         model=str(model),
@@ -118,8 +130,17 @@ WAYS = {
     "preempted": dict(at_once=16, preempt_every=2),
     "preempted, page 1, chunk 32": dict(at_once=8, preempt_every=3, page_size=1, token_budget=32),
     "tiny pool": dict(at_once=16, kv_tokens=1024),
+    "swapped": dict(at_once=16, preempt_every=2, swap_min_tokens=1, flushes=True),
+    "computed again": dict(at_once=16, preempt_every=2, swap_min_tokens=10_000, flushes=True),
+    "swapped, page 1": dict(
+        at_once=8, preempt_every=3, swap_min_tokens=1, flushes=True, page_size=1
+    ),
+    "a target": dict(at_once=16, tpot_slo_ms=1.0),
     "two threads": dict(at_once=16, threads=2),
 }
+
+
+SERVING = ("at_once", "preempt_every", "flushes")  # of a way: for `serve`; the others for `load`
 
 
 @pytest.fixture(scope="module", params=["native", "torch"])
@@ -150,12 +171,12 @@ def test_tokens_and_logprob_bits_are_the_same(
     tiny_files: Path, runner: str, temperature: float, alone: list[Answer], way: str
 ) -> None:
     options = dict(WAYS[way])
-    at_once, preempt_every = int(options.pop("at_once")), int(options.pop("preempt_every", 0))
+    how = {name: options.pop(name) for name in SERVING if name in options}
     engine = load(tiny_files, runner, **options)
     prompts = make_prompts(engine.info.vocab_size)
     for visit in ("cold", "warm"):  # the second time, every prompt is in the cache
         requests = make_requests(prompts, temperature=temperature, prefix=visit)
-        served = serve(engine, requests, at_once=at_once, preempt_every=preempt_every)
+        served = serve(engine, requests, **how)
         assert served == alone, visit
     engine.close()
 
@@ -165,7 +186,7 @@ def test_tokens_and_logprob_bits_are_the_same(
 @pytest.mark.parametrize("way", WAYS, ids=list(WAYS))
 def test_the_default_model_gives_the_same_bits(default_model: Path, way: str) -> None:
     options = dict(WAYS[way])
-    at_once, preempt_every = int(options.pop("at_once")), int(options.pop("preempt_every", 0))
+    how = {name: options.pop(name) for name in SERVING if name in options}
     reference = load(default_model, "native", threads=2)
     prompts = make_prompts(reference.info.vocab_size)
     answers = []
@@ -176,5 +197,5 @@ def test_the_default_model_gives_the_same_bits(default_model: Path, way: str) ->
     engine = load(default_model, "native", **{"threads": 2, **options})
     for visit in ("cold", "warm"):
         requests = make_requests(prompts, prefix=visit)
-        assert serve(engine, requests, at_once=at_once, preempt_every=preempt_every) == answers
+        assert serve(engine, requests, **how) == answers
     engine.close()
