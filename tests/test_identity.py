@@ -136,6 +136,13 @@ WAYS = {
         at_once=8, preempt_every=3, swap_min_tokens=1, flushes=True, page_size=1
     ),
     "a target": dict(at_once=16, tpot_slo_ms=1.0),
+    "tiny pool, host tier": dict(at_once=16, kv_tokens=1024, host_cache_bytes=10**7),
+    "tiny pool, small host tier, preempted": dict(
+        at_once=8, kv_tokens=1024, host_cache_bytes=10**5, preempt_every=3
+    ),
+    "tiny pool, program policy, shares": dict(
+        at_once=16, kv_tokens=1024, eviction_policy="program", tenant_share=0.5
+    ),
     "two threads": dict(at_once=16, threads=2),
 }
 

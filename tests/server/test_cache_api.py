@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from running_server import RunningServer, StartServer
 
@@ -48,3 +50,27 @@ def test_a_request_pins_within_its_quota(start_server: StartServer) -> None:
 )
 def test_pins_out_of_range_are_400(server: RunningServer, body: dict[str, object]) -> None:
     assert server.post("/cache/pin", body).status_code == 400
+
+
+def test_a_killed_server_starts_warm(start_server: StartServer, tmp_path: Path) -> None:
+    text, size = "a system prompt that is used by every call" * 4, 16
+    options = {"kv_tokens": 512, "disk_cache_dir": str(tmp_path)}
+    first = start_server(engine=options)
+    answer = first.generate(text=text, sampling_params={"max_new_tokens": 8})
+    first.wait_idle()
+    for _ in range(200):  # the writer needs a moment
+        if first.stats()["disk_pages"] >= len(text) // size:
+            break
+    first.process.kill()
+    first.process.wait()
+    second = start_server(engine=options)
+    again = second.generate(text=text, sampling_params={"max_new_tokens": 8})
+    assert again["output_ids"] == answer["output_ids"]
+    details = again["meta_info"]["cached_tokens_details"]
+    assert details == {"device": 0, "host": 0, "disk": len(text) // size * size, "shared": 0}
+    usage = second.complete(prompt=text, max_tokens=1).json()["usage"]
+    tiers = usage["prompt_tokens_details"]["cached_tokens_by_tier"]
+    assert sum(tiers.values()) == usage["prompt_tokens_details"]["cached_tokens"] > 0
+    page = second.client.get("/metrics").text
+    assert f"palmette_disk_tokens_total {details['disk']}" in page
+    assert 'palmette_cache_misses_total{reason="page_rounding"}' in page
