@@ -6,8 +6,8 @@ Prints one JSON line: seconds from `palmette serve` to the end of the first answ
 `palmette run` of a program with one call, as [least, median] over the rounds; MB of the server and
 the engine process together after a prompt that fills half of the KV pool (PSS: memory that both
 share counts once); the machine's load. --install measures `pip install .[serve]` into a fresh
-environment, with the largest packages (bytecode
-that pip makes of them apart). The model must be in the cache, see `palmette pull`. Linux.
+environment, bytecode that pip makes of the packages apart. The model must be in the cache, see
+`palmette pull`. Linux.
 """
 
 from __future__ import annotations
@@ -103,10 +103,12 @@ def install_mb() -> dict[str, object]:
         venv.create(folder, with_pip=True)
         [packages] = Path(folder).glob("lib/python*/site-packages")
         before = {path.name for path in packages.iterdir()}
-        before_mb = sum(size_mb(path) for path in packages.rglob("*.pyc"))
+        bytecode_before = sum(size_mb(path) for path in packages.rglob("*.pyc"))
         pip = [str(Path(folder) / "bin" / "pip"), "install", "--quiet", f"{ROOT}[serve]"]
         subprocess.run(pip, check=True)
-        sizes = {path.name: size_mb(path) for path in packages.iterdir() if path.name not in before}
+        installed = [path for path in packages.iterdir() if path.name not in before]
+        sizes = {path.name: size_mb(path) for path in installed}
+        bytecode = sum(size_mb(path) for path in packages.rglob("*.pyc")) - bytecode_before
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:12]
     return {
         "install_mb": round(sum(sizes.values()) - bytecode, 1),

@@ -11,11 +11,9 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.model_store import MODELS, Progress, resolve_model
@@ -28,8 +26,6 @@ from .remote_engine import ENGINE_COMMAND, EngineLoadError
 
 if TYPE_CHECKING:
     from .text_service import Codec
-
-errors = Console(stderr=True, highlight=False)
 
 
 def resolved(config: EngineConfig) -> EngineConfig:
@@ -51,7 +47,22 @@ def resolved(config: EngineConfig) -> EngineConfig:
 @contextmanager
 def download_bar(name: str) -> Iterator[Progress]:
     """A progress bar on stderr that appears with the first bytes."""
+    with ExitStack() as stack:
+        update: Progress | None = None
+
+        def progress(done: int, total: int) -> None:
+            nonlocal update
+            update = update or _begin_bar(name, stack)
+            update(done, total)
+
+        yield progress
+
+
+def _begin_bar(name: str, stack: ExitStack) -> Progress:
+    """A bar that `stack` ends."""
+    # Imported for a download only: a start from the cache does not wait for it.
     from rich import progress as bars
+    from rich.console import Console
 
     columns = (
         bars.TextColumn("fetching {task.description}"),
@@ -59,18 +70,10 @@ def download_bar(name: str) -> Iterator[Progress]:
         bars.DownloadColumn(),
         bars.TransferSpeedColumn(),
     )
-    bar = bars.Progress(*columns, console=errors, transient=True)
+    console = Console(stderr=True, highlight=False)
+    bar = stack.enter_context(bars.Progress(*columns, console=console, transient=True))
     task = bar.add_task(name, total=None)
-
-    def progress(done: int, total: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield progress
-    finally:
-        if bar.live.is_started:  # stopping a bar that never started prints an empty line
-            bar.stop()
+    return lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def serve(server: ServerConfig, config: EngineConfig, log_level: str) -> int:
@@ -109,7 +112,7 @@ def serve(server: ServerConfig, config: EngineConfig, log_level: str) -> int:
     except EngineLoadError as error:
         if error.user_error:
             raise UserError(str(error)) from error
-        errors.print(f"palmette serve: {error}")
+        print(f"palmette serve: {error}", file=sys.stderr)
         return 1
     return 0
 

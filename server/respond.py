@@ -86,7 +86,10 @@ async def stream_response(call: Call, formatted: OutputFormat, config: ServerCon
     except BaseException:
         call.close()
         raise
-    return EventStream(call, _events(call, formatted, first, config.sse_heartbeat_s))
+    heartbeat_s = config.sse_heartbeat_s
+    events = _events(call, formatted, first, heartbeat_s)
+    # a cumulative event may wait as long again, see `_latest`
+    return EventStream(call, events, pause_s=2 * heartbeat_s + 1)
 
 
 async def _events(

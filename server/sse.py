@@ -41,9 +41,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, call: Call, events: AsyncIterator[bytes]):
+    def __init__(self, call: Call, events: AsyncIterator[bytes], *, pause_s: float):
+        """`pause_s`: the longest time between two events, heartbeats included."""
         self._call = call
         self._events = events
+        self._patience_s = _SEND_TIMEOUT_S + pause_s
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -52,12 +54,16 @@ class EventStream(Response):
         try:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            loop = asyncio.get_running_loop()
-            async with asyncio.timeout(None) as limit:  # one for all events: it is set anew
+            clock = asyncio.get_running_loop().time
+            # One limit for the whole stream, moved on once a second at most: a timer per event
+            # would cost as much as the event.
+            async with asyncio.timeout(self._patience_s) as limit:
+                moved = clock()
                 async for chunk in self._guarded():
-                    limit.reschedule(loop.time() + _SEND_TIMEOUT_S)
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    limit.reschedule(None)
+                    if (now := clock()) - moved > 1.0:
+                        moved = now
+                        limit.reschedule(now + self._patience_s)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except CallEnded:
             pass

@@ -24,7 +24,7 @@ from palmette.runtime.metrics import EngineStats
 from palmette.runtime.request import EngineInfo, ErrorInfo, Output, Request
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-_READ_BYTES = 256 * 1024
+_READ_BYTES = 64 * 1024  # a larger buffer would be mapped and unmapped for each read
 _LENGTH = struct.Struct(">I")
 
 
@@ -210,6 +210,8 @@ class Transport(Generic[Received]):
             if not data:
                 return True
             self._incoming += data
+            if len(data) < _READ_BYTES:  # all there was; an end is seen by the next read
+                return False
 
     def _parse(self) -> list[Received]:
         messages: list[Received] = []
