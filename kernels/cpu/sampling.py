@@ -58,7 +58,10 @@ class NativeSampler:
 
     def sample(self, logits: Float32Array, params: SampleBatch) -> SampleResult:
         """`kernels.sampling.sample_rows`; logits [S, V], not changed."""
-        random = uniforms(params.seeds, params.choices, params.positions)
+        if params.temperature.any():
+            random = uniforms(params.seeds, params.choices, params.positions)
+        else:
+            random = np.zeros(len(logits))
         edited = {
             i: edited_row(logits[i], special, params, i)
             for i, special in enumerate(params.rows)
@@ -115,26 +118,24 @@ class NativeSampler:
             *(token_ids, logprobs, top_ids, top_logprobs),
         )
         arguments = _Sampling(
-            num_rows, self._vocab_size, most_top, *(array.ctypes.data for array in arrays)
+            num_rows,
+            self._vocab_size,
+            most_top,
+            *(array.__array_interface__["data"][0] for array in arrays),
         )
         self._pool.library.call(
             "pm_sample",
             *(self._pool.handle, ctypes.addressof(arguments), self._scratch.ctypes.data),
         )
-        counts = [
-            max(int(num), 0) if token_id != NOT_FINITE else 0
-            for num, token_id in zip(params.num_top, token_ids, strict=True)
-        ]
+        top = (_NO_IDS,) * num_rows, (_NO_VALUES,) * num_rows
+        if params.num_top.max(initial=0) > 0:
+            counts = np.where(token_ids == NOT_FINITE, 0, np.maximum(params.num_top, 0))
+            top = (
+                tuple(ids[:count] for ids, count in zip(top_ids, counts, strict=True)),
+                tuple(values[:count] for values, count in zip(top_logprobs, counts, strict=True)),
+            )
         return SampleResult(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            top_ids=tuple(
-                ids[:n] if n else _NO_IDS for ids, n in zip(top_ids, counts, strict=True)
-            ),
-            top_logprobs=tuple(
-                values[:n] if n else _NO_VALUES
-                for values, n in zip(top_logprobs, counts, strict=True)
-            ),
+            token_ids=token_ids, logprobs=logprobs, top_ids=top[0], top_logprobs=top[1]
         )
 
 
