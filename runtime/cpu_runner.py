@@ -25,7 +25,7 @@ from palmette.kernels.cpu.ops import (
 )
 from palmette.kernels.cpu.sampling import NativeLogits, NativeSampler
 
-from .cpu_weights import QKV_PARTS, MatrixPlan, plan_matrices
+from .cpu_weights import QKV_PARTS, MatrixPlan, kv_dtype_of, plan_matrices
 from .models.config import ModelConfig
 from .models.layout import FINAL_NORM, layer_name
 from .models.rope import rope_tables
@@ -40,9 +40,11 @@ class CpuRunner:
     `threads` None takes the cores this process may use; `weights` is how matrices are kept, see
     cpu_weights.py.
 
+    `kv_dtype` is how K and V are kept: fp32, bf16, fp16 or int8; auto see `kv_dtype_of`.
+
     Raises:
         RuntimeError: no C++ compiler, or no threads; `torch_runner` is the way out.
-        ValueError: a weight is not finite, or `weights` is not known here.
+        ValueError: a weight is not finite, or `weights` or `kv_dtype` is not known here.
     """
 
     name = "native"
@@ -56,6 +58,7 @@ class CpuRunner:
         page_size: int,
         threads: int | None = None,
         weights: str = "auto",
+        kv_dtype: str = "auto",
     ) -> None:
         started = time.monotonic()
         self.config = checkpoint.config
@@ -70,6 +73,7 @@ class CpuRunner:
                 page_size=page_size,
                 num_kv_heads=self.config.num_kv_heads,
                 head_dim=self.config.head_dim,
+                dtype=kv_dtype_of(kv_dtype, weights, checkpoint),
             )
             self._max_positions = min(self.config.context_length, num_pages * page_size)
             self._model = Model(self._threads, _shape(self.config, self._max_positions))
@@ -80,9 +84,9 @@ class CpuRunner:
             self.close()
             raise
         logger.info(
-            "native runner: %s, %d threads, %s weights, loaded in %.2f s",
+            "native runner: %s, %d threads, %s weights, %s KV, loaded in %.2f s",
             *(self._threads.library.instruction_set, self._threads.num_threads, self.weights),
-            time.monotonic() - started,
+            *(self._pool.dtype, time.monotonic() - started),
         )
 
     @property
@@ -108,7 +112,7 @@ class CpuRunner:
                 raise ValueError(f"token_ids: outside the vocabulary of {self.config.vocab_size}")
             if batch.positions.max() >= self._max_positions:
                 raise ValueError(f"positions: beyond the context of {self._max_positions} tokens")
-        return NativeLogits(self._model.forward(batch, self._pool.data), self._sampler)
+        return NativeLogits(self._model.forward(batch, self._pool), self._sampler)
 
     def close(self) -> None:
         """Frees the weights and ends the threads; a second call does nothing."""

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from palmette.kernels.cpu.ops import GROUP, MatrixKind, MatrixRole
+from palmette.kernels.kv_dtype import KV_DTYPES, KVDtype
 
 from .models.config import ModelConfig
 from .models.layout import EMBEDDING, LM_HEAD, layer_name
@@ -45,6 +46,12 @@ _NAMES = {
     MatrixKind.BF16: "bf16",
     MatrixKind.F16: "fp16",
     MatrixKind.INT8_FAST: "int8",
+}
+_KV_OF_KINDS: dict[MatrixKind, KVDtype] = {
+    MatrixKind.BF16: "bf16",
+    MatrixKind.F16: "fp16",
+    MatrixKind.INT8_FAST: "int8",
+    MatrixKind.UINT4_FAST: "int8",
 }
 _WEIGHT_BYTES = {
     MatrixKind.F32: 4.0,
@@ -119,6 +126,26 @@ def has_8_bit_activations(weights: str, checkpoint: Checkpoint) -> bool:
     """Whether any matrix rounds its activations to 8 bits."""
     fast = (MatrixKind.INT8_FAST, MatrixKind.UINT4_FAST)
     return any(plan.kind in fast for plan in plan_matrices(weights, checkpoint))
+
+
+def kv_dtype_of(kv_dtype: str, weights: str, checkpoint: Checkpoint) -> KVDtype:
+    """How K and V are kept. auto: no more exactly than most of the weights.
+
+    int8 where matrices are integers with 8-bit activations, bf16 or fp16 where they are kept so,
+    else fp32.
+
+    Raises:
+        ValueError: `kv_dtype` or `weights` is not known here.
+    """
+    if kv_dtype == "auto":
+        sizes: Counter[KVDtype] = Counter()
+        for plan in plan_matrices(weights, checkpoint):
+            sizes[_KV_OF_KINDS.get(plan.kind, "fp32")] += math.prod(plan.shape)
+        return sizes.most_common(1)[0][0]
+    for known in KV_DTYPES:
+        if known == kv_dtype:
+            return known
+    raise ValueError(f"kv_dtype: {kv_dtype!r} is not supported; use auto or one of {KV_DTYPES}")
 
 
 def kept_bytes(weights: str, checkpoint: Checkpoint) -> int:

@@ -87,7 +87,7 @@ def _load(config: EngineConfig, path: Path) -> Engine:
         checkpoint.config,
         context_length=context_length,
         weight_bytes=choice.weight_bytes(checkpoint),
-        element_bytes=choice.kv_element_bytes,
+        kv_dtype=choice.kv_dtype(checkpoint),
         available_bytes=choice.available_bytes(),
     )
     logger.info("%s", plan.describe())
@@ -160,6 +160,7 @@ def _engine_info(
         device=choice.device,
         runner=runner.name,
         weights=choice.weights_name(checkpoint) if choice.weights_name else choice.weights,
+        kv_dtype=choice.kv_dtype(checkpoint),
         version=__version__,
         max_running=config.scheduler.max_running,
         limits=config.limits,

@@ -10,6 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from palmette.kernels.kv_dtype import KVDtype, kv_head_bytes
+
 from .config import EngineConfig
 from .models.config import ModelConfig
 
@@ -23,6 +25,7 @@ class MemoryPlan:
     available_bytes: int
     weight_bytes: int
     kv_bytes_per_token: int
+    kv_dtype: KVDtype
     kv_tokens: int  # a whole number of pages
     reason: str  # which limit decided
 
@@ -34,15 +37,15 @@ class MemoryPlan:
         """One line with units, for the log and the terminal."""
         return (
             f"KV pool: {self.kv_tokens} tokens, {self.kv_bytes / MIB:.0f} MiB "
-            f"({self.kv_bytes_per_token} bytes a token, {self.reason}); "
+            f"({self.kv_bytes_per_token} bytes a token as {self.kv_dtype}, {self.reason}); "
             f"weights {self.weight_bytes / MIB:.0f} MiB; "
             f"available {self.available_bytes / MIB:.0f} MiB"
         )
 
 
-def kv_bytes_per_token(model: ModelConfig, *, element_bytes: int) -> int:
-    """K and V of one token over all layers: 2 * layers * kv heads * head dim * bytes."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes
+def kv_bytes_per_token(model: ModelConfig, *, kv_dtype: KVDtype) -> int:
+    """K and V of one token over all layers: 2 * layers * kv heads * bytes of a head."""
+    return 2 * model.num_layers * model.num_kv_heads * kv_head_bytes(kv_dtype, model.head_dim)
 
 
 def plan_memory(
@@ -51,7 +54,7 @@ def plan_memory(
     *,
     context_length: int,
     weight_bytes: int,
-    element_bytes: int,
+    kv_dtype: KVDtype,
     available_bytes: int,
 ) -> MemoryPlan:
     """Size the KV pool.
@@ -60,7 +63,7 @@ def plan_memory(
         ValueError: when not even one request of the full context fits, or a given `kv_tokens`
             exceeds what is available.
     """
-    per_token = kv_bytes_per_token(model, element_bytes=element_bytes)
+    per_token = kv_bytes_per_token(model, kv_dtype=kv_dtype)
     free = max(0, available_bytes - weight_bytes)
     if config.kv_tokens is not None:
         tokens, reason = config.kv_tokens, "as given"
@@ -88,6 +91,7 @@ def plan_memory(
         available_bytes=available_bytes,
         weight_bytes=weight_bytes,
         kv_bytes_per_token=per_token,
+        kv_dtype=kv_dtype,
         kv_tokens=pages * config.page_size,
         reason=reason,
     )

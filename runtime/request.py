@@ -261,6 +261,7 @@ class EngineInfo:
     device: str = "cpu"
     runner: str = ""
     weights: str = ""
+    kv_dtype: str = ""
     version: str = ""
     max_running: int = 0
     limits: Limits = field(default_factory=Limits)

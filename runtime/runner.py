@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 from palmette.kernels.backend import KVPool
 from palmette.kernels.batch import ForwardBatch
+from palmette.kernels.kv_dtype import FLOAT_DTYPES, FloatDtype, KVDtype
 from palmette.kernels.sampling import SampleBatch, SampleResult
 
 from .config import EngineConfig
@@ -64,7 +65,7 @@ class RunnerChoice:
     weights: str  # fp32, bf16, ...
     reason: str
     weight_bytes: Callable[[Checkpoint], int]  # memory of the weights as the runner keeps them
-    kv_element_bytes: int  # bytes of one number in the KV pool
+    kv_dtype: Callable[[Checkpoint], KVDtype]  # of the pool, for that model
     build: Callable[[Checkpoint, int], ModelRunner]  # checkpoint, number of pages
     weights_name: Callable[[Checkpoint], str] | None = None  # more than `weights`, for /server_info
     available_bytes: Callable[[], int] = available_bytes  # memory of the device
@@ -122,7 +123,7 @@ def _cpu_choice(config: EngineConfig) -> RunnerChoice:
 
 
 def _native_choice(config: EngineConfig) -> RunnerChoice:
-    from .cpu_weights import kept_bytes, kept_name
+    from .cpu_weights import kept_bytes, kept_name, kv_dtype_of
 
     weights = config.weights
 
@@ -135,6 +136,7 @@ def _native_choice(config: EngineConfig) -> RunnerChoice:
             page_size=config.page_size,
             threads=config.threads,
             weights=weights,
+            kv_dtype=config.kv_dtype,
         )
 
     return RunnerChoice(
@@ -144,7 +146,7 @@ def _native_choice(config: EngineConfig) -> RunnerChoice:
         reason="no CUDA device was found" if config.device == "auto" else "as given",
         weight_bytes=partial(kept_bytes, weights),
         weights_name=partial(kept_name, weights),
-        kv_element_bytes=4,
+        kv_dtype=partial(kv_dtype_of, config.kv_dtype, weights),
         build=build,
     )
 
@@ -156,10 +158,16 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
             raise ValueError("attention: triton is not installed; pip install 'palmette[cuda]'")
         return _torch_choice(config, device="cuda", reason=reason)
     attention, why = _cuda_attention(config)
-    weights = "bf16" if config.weights == "auto" else config.weights
-    if weights not in ("fp32", "bf16", "fp16"):
-        raise ValueError(f"weights: {weights!r} is not supported on cuda; use fp32, bf16 or fp16")
-    element_bytes = 4 if weights == "fp32" else 2
+    weights = _as_float("bf16" if config.weights == "auto" else config.weights)
+    if weights is None:
+        raise ValueError(
+            f"weights: {config.weights!r} is not supported on cuda; use fp32, bf16 or fp16"
+        )
+    if config.kv_dtype not in ("auto", weights):
+        raise ValueError(
+            f"kv_dtype: the kernels of cuda keep K and V as the weights, {weights},"
+            f" not {config.kv_dtype}; use auto"
+        )
 
     def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
         if checkpoint.architecture.build is not None:  # its own model: torch, no fused kernels
@@ -182,8 +190,8 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         device="cuda",
         weights=weights,
         reason=f"a CUDA device is there; attention {attention}: {why}",
-        weight_bytes=partial(_uniform_bytes, element_bytes),
-        kv_element_bytes=element_bytes,
+        weight_bytes=partial(_uniform_bytes, 4 if weights == "fp32" else 2),
+        kv_dtype=lambda _: weights,
         build=build,
         available_bytes=_cuda_bytes(),
     )
@@ -219,7 +227,12 @@ def _torch_choice(
     if wanted not in ("fp32", "bf16"):
         raise ValueError(f"weights: {wanted!r} is not supported by torch; use fp32 or bf16")
     weights: Literal["fp32", "bf16"] = "fp32" if wanted == "fp32" else "bf16"
-    element_bytes = 4 if weights == "fp32" else 2
+    kv_dtype = weights if config.kv_dtype == "auto" else _as_float(config.kv_dtype)
+    if kv_dtype is None:
+        raise ValueError(
+            f"kv_dtype: {config.kv_dtype!r} is not supported by torch; use auto or one of "
+            f"{FLOAT_DTYPES}"
+        )
 
     def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
         from .torch_runner import TorchRunner
@@ -230,6 +243,7 @@ def _torch_choice(
             page_size=config.page_size,
             device=device,
             dtype=weights,
+            kv_dtype=kv_dtype,
         )
 
     return RunnerChoice(
@@ -237,8 +251,8 @@ def _torch_choice(
         device=device,
         weights=weights,
         reason=reason,
-        weight_bytes=partial(_uniform_bytes, element_bytes),
-        kv_element_bytes=element_bytes,
+        weight_bytes=partial(_uniform_bytes, 4 if weights == "fp32" else 2),
+        kv_dtype=lambda _: kv_dtype,
         build=build,
         available_bytes=available_bytes if device == "cpu" else _cuda_bytes(),
     )
@@ -247,6 +261,10 @@ def _torch_choice(
 def _uniform_bytes(element_bytes: int, checkpoint: Checkpoint) -> int:
     weights = checkpoint.weights
     return element_bytes * sum(math.prod(weights.get(name).shape) for name in weights.names())
+
+
+def _as_float(dtype: str) -> FloatDtype | None:
+    return next((known for known in FLOAT_DTYPES if known == dtype), None)
 
 
 def _cuda_bytes() -> Callable[[], int]:

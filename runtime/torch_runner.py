@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from palmette.kernels.batch import ForwardBatch
+from palmette.kernels.kv_dtype import FloatDtype
 from palmette.kernels.kv_pool import PagedKVPool
 from palmette.kernels.reference import ReferenceAttention
 from palmette.kernels.sampling import HostLogits
@@ -19,13 +20,14 @@ from palmette.kernels.sampling import HostLogits
 from .models.decoder import Decoder
 from .weights import Checkpoint
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TorchRunner:
     """Implements `ModelRunner`; `launch` computes at once.
 
-    dtype is that of weights, activations and KV; norms, RoPE, attention and logits are float32.
+    dtype is that of weights and activations, kv_dtype that of K and V (None: the same); norms,
+    RoPE, attention and logits are float32.
     The weights are decoded into memory. ValueError when one holds NaN or infinity.
     """
 
@@ -40,6 +42,7 @@ class TorchRunner:
         page_size: int,
         device: Literal["cpu", "cuda"] = "cpu",
         dtype: Literal["fp32", "bf16"] = "fp32",
+        kv_dtype: FloatDtype | None = None,
     ) -> None:
         config = checkpoint.config
         target, kind = torch.device(device), _DTYPES[dtype]
@@ -60,7 +63,7 @@ class TorchRunner:
             page_size=page_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=kind,
+            dtype=_DTYPES[kv_dtype or dtype],
             device=target,
         )
         self._attention = ReferenceAttention(self.pool, sliding_window=config.sliding_window)

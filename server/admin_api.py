@@ -75,6 +75,7 @@ async def server_info(request: Request) -> Response:
             "device": info.device,
             "runner": info.runner,
             "weights": info.weights,
+            "kv_dtype": info.kv_dtype,
             "context_length": info.context_length,
             "page_size": info.page_size,
             "max_total_num_tokens": info.num_pages * info.page_size,

@@ -96,7 +96,7 @@ def serve(server: ServerConfig, config: EngineConfig, log_level: str) -> int:
         print(
             f"palmette serves {info.model} at {url}\n"
             f"  runner {info.runner} on {info.device}, weights {info.weights or 'as they are'}; "
-            f"KV pool of {tokens} tokens in pages of {info.page_size}; "
+            f"KV pool of {tokens} tokens as {info.kv_dtype} in pages of {info.page_size}; "
             f"context {info.context_length}; ready in {time.monotonic() - started:.1f} s",
             flush=True,
         )

@@ -27,6 +27,7 @@ import palmette as pm
 from palmette.constrained import formats
 from palmette.constrained.limits import GrammarLimits
 from palmette.constrained.preflight import _REWRITTEN
+from palmette.kernels.kv_dtype import KV_DTYPES, kv_head_bytes
 from palmette.lang import backends
 from palmette.radix_cache.ledger import MissReason
 from palmette.radix_cache.policy import POLICY_NAMES
@@ -243,6 +244,11 @@ def test_the_tables_of_models_are_those_of_the_code() -> None:
     assert set(stored) == set(ENCODINGS)
     kept = set(column("models.md", "Weights"))
     assert set(WEIGHTS) <= kept
+    assert set(column("models.md", "K and V")) == {"auto", *KV_DTYPES}
+    sizes = {row[0].strip(" `"): row[3].strip() for row in rows("models.md", "K and V")}
+    for dtype in KV_DTYPES:
+        factor, scale = {"D + 4": (1, 4), "2 D": (2, 0), "4 D": (4, 0)}[sizes[dtype]]
+        assert kv_head_bytes(dtype, 64) == factor * 64 + scale
 
 
 def test_the_limits_of_grammars_are_those_of_the_code() -> None:

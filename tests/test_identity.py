@@ -103,15 +103,18 @@ def serve(
 
 
 def load(model: Path, runner: str, **changes: object) -> Engine:
+    """`runner` is its name, and after a space the kv_dtype if it is not auto."""
     scheduler = SchedulerConfig(
         token_budget=int(changes.pop("token_budget", 512)),
         prefix_cache=bool(changes.pop("prefix_cache", True)),
         swap_min_tokens=int(changes.pop("swap_min_tokens", 64)),
         tpot_slo_ms=changes.pop("tpot_slo_ms", None),  # type: ignore[arg-type]
     )
+    name, _, kv_dtype = runner.partition(" ")
     base = EngineConfig(
         model=str(model),
-        runner=runner,
+        runner=name,
+        kv_dtype=kv_dtype or "auto",
         device="cpu",
         kv_tokens=8192,
         threads=1,
@@ -150,7 +153,7 @@ WAYS = {
 SERVING = ("at_once", "preempt_every", "flushes")  # of a way: for `serve`; the others for `load`
 
 
-@pytest.fixture(scope="module", params=["native", "torch"])
+@pytest.fixture(scope="module", params=["native", "native int8", "native bf16", "torch"])
 def runner(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -190,18 +193,19 @@ def test_tokens_and_logprob_bits_are_the_same(
 
 @pytest.mark.model
 @pytest.mark.slow
+@pytest.mark.parametrize("runner", ["native", "native fp32"])
 @pytest.mark.parametrize("way", WAYS, ids=list(WAYS))
-def test_the_default_model_gives_the_same_bits(default_model: Path, way: str) -> None:
+def test_the_default_model_gives_the_same_bits(default_model: Path, way: str, runner: str) -> None:
     options = dict(WAYS[way])
     how = {name: options.pop(name) for name in SERVING if name in options}
-    reference = load(default_model, "native", threads=2)
+    reference = load(default_model, runner, threads=2)
     prompts = make_prompts(reference.info.vocab_size)
     answers = []
     for request in make_requests(prompts):
         reference.flush_cache()
         answers += serve(reference, [request], at_once=1)
     reference.close()
-    engine = load(default_model, "native", **{"threads": 2, **options})
+    engine = load(default_model, runner, **{"threads": 2, **options})
     for visit in ("cold", "warm"):
         requests = make_requests(prompts, prefix=visit)
         assert serve(engine, requests, **how) == answers

@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palmette.kernels.batch import ForwardBatch
+from palmette.kernels.kv_dtype import KVDtype
 
 from .build import load
+from .kv_pool import HostKVPool
 
 Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
@@ -35,13 +37,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pm_silu_mul": (_POINTER, _POINTER, _INT64, _INT64, _POINTER),
     "pm_exp": (_POINTER, _POINTER, _INT64, _POINTER),
     "pm_rope": (_POINTER, _POINTER, _POINTER, *(_INT64,) * 3, _POINTER, _POINTER),
-    "pm_attention": (*(_POINTER,) * 5, *(_INT64,) * 5, _POINTER),
+    "pm_kv_write": (*(_POINTER,) * 5, *(_INT64,) * 2),
+    "pm_attention": (*(_POINTER,) * 4, *(_INT64,) * 4, _POINTER),
     "pm_sample": (_POINTER, _POINTER, _POINTER),
     "pm_limit": (_POINTER, *(_INT64,) * 3, _POINTER, _POINTER),
     "pm_model_create": (_POINTER, _POINTER, _POINTER),
     "pm_model_set_matrix": (_POINTER, _INT64, _INT64, _POINTER),
     "pm_model_set_vector": (_POINTER, _INT64, _INT64, _POINTER),
-    "pm_model_forward": (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _POINTER),
+    "pm_model_forward": (_POINTER,) * 4,
 }
 
 
@@ -69,6 +72,8 @@ ENCODINGS = {
     "q5_k": (7, 256, 176),
     "q6_k": (8, 256, 210),
 }
+# PmKvKind
+KV_KINDS: dict[KVDtype, int] = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}
 GROUP = 32  # inputs that share a scale in the integer kinds
 
 
@@ -128,6 +133,17 @@ class _Batch(ctypes.Structure):
         ("kv_page_ids", _POINTER),
         ("kv_last_page_len", _POINTER),
         ("sample_rows", _POINTER),
+    )
+
+
+class _Kv(ctypes.Structure):
+    """PmKv."""
+
+    _fields_ = (
+        ("data", _POINTER),
+        ("kind", _INT64),
+        ("num_pages", _INT64),
+        ("page_size", _INT64),
     )
 
 
@@ -244,28 +260,32 @@ class Pool:
         )
         return out
 
+    def kv_write(
+        self, batch: ForwardBatch, k: Float32Array, v: Float32Array, kv: HostKVPool
+    ) -> None:
+        """k and v [T, G, D] into the batch's slots of the first layer of `kv`."""
+        for rows in (k, v):
+            _check(rows, np.float32, (batch.num_tokens, kv.num_kv_heads, kv.head_dim))
+        check_batch(batch, num_pages=kv.num_pages, page_size=kv.page_size)
+        arguments, pool = _batch(batch), _kv(kv)
+        self.library.call(
+            "pm_kv_write",
+            *(self.handle, ctypes.addressof(arguments), _address(k), _address(v)),
+            *(ctypes.addressof(pool), kv.num_kv_heads, kv.head_dim),
+        )
+
     def attention(
-        self,
-        batch: ForwardBatch,
-        q: Float32Array,
-        k_pages: Float32Array,
-        v_pages: Float32Array,
-        *,
-        window: int = 0,
+        self, batch: ForwardBatch, q: Float32Array, kv: HostKVPool, *, window: int = 0
     ) -> Float32Array:
-        """q [T, H, D], k_pages and v_pages [num_pages, page_size, G, D] -> [T, H, D]."""
-        num_pages, page_size, groups, dim = k_pages.shape
-        _check(q, np.float32, (batch.num_tokens, None, dim))
-        for pages in (k_pages, v_pages):
-            _check(pages, np.float32, (num_pages, page_size, groups, dim))
-        check_batch(batch, num_pages=num_pages, page_size=page_size)
+        """q [T, H, D], over the first layer of `kv` -> [T, H, D]."""
+        _check(q, np.float32, (batch.num_tokens, None, kv.head_dim))
+        check_batch(batch, num_pages=kv.num_pages, page_size=kv.page_size)
         out = np.empty_like(q)
-        arguments = _batch(batch)
+        arguments, pool = _batch(batch), _kv(kv)
         self.library.call(
             "pm_attention",
-            *(self.handle, ctypes.addressof(arguments)),
-            *(_address(q), _address(k_pages), _address(v_pages)),
-            *(page_size, q.shape[1], groups, dim, window, _address(out)),
+            *(self.handle, ctypes.addressof(arguments), _address(q), ctypes.addressof(pool)),
+            *(q.shape[1], kv.num_kv_heads, kv.head_dim, window, _address(out)),
         )
         return out
 
@@ -346,17 +366,16 @@ class Model:
         self._pool.library.call("pm_model_set_vector", self._handle, vector, layer, _address(data))
         self._kept.append(data)
 
-    def forward(self, batch: ForwardBatch, kv: Float32Array) -> Float32Array:
-        """One step: writes K and V into kv [L, 2, num_pages, page_size, G, D]; logits [S, V].
+    def forward(self, batch: ForwardBatch, kv: HostKVPool) -> Float32Array:
+        """One step: writes K and V into `kv` and returns logits [S, V].
 
         The batch is taken as checked by `check_batch`.
         """
-        num_pages, page_size = kv.shape[2:4]
         logits = np.empty((len(batch.sample_rows), self._shape.vocab_size), dtype=np.float32)
-        arguments = _batch(batch)
+        arguments, pool = _batch(batch), _kv(kv)
         self._pool.library.call(
             "pm_model_forward",
-            *(self._handle, ctypes.addressof(arguments), _address(kv), num_pages, page_size),
+            *(self._handle, ctypes.addressof(arguments), ctypes.addressof(pool)),
             _address(logits),
         )
         return logits
@@ -438,6 +457,11 @@ def _batch(batch: ForwardBatch) -> _Batch:
     return _Batch(
         *(batch.num_tokens, batch.num_sequences, len(batch.sample_rows)), *map(_address, arrays)
     )
+
+
+def _kv(kv: HostKVPool) -> _Kv:
+    """The caller keeps `kv` alive while the result is used."""
+    return _Kv(_address(kv.data), KV_KINDS[kv.dtype], kv.num_pages, kv.page_size)
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -3,7 +3,7 @@
 #include <system_error>
 #include <vector>
 
-#include "kernels.h"
+#include "attention.h"
 #include "team.h"
 
 namespace pm {
@@ -184,14 +184,36 @@ int pm_rope(PmPool* pool, float* x, const int32_t* positions, int64_t t, int64_t
   });
 }
 
-int pm_attention(PmPool* pool, const PmBatch* batch, const float* q, const float* k_pages,
-                 const float* v_pages, int64_t page_size, int64_t h, int64_t g, int64_t d,
-                 int64_t window, float* out) {
-  if (g < 1 || h < 1 || h % g || d < 1 || page_size < 1) return PM_INVALID;
+namespace {
+
+bool is_valid(const PmKv* kv, int64_t g, int64_t d) {
+  return g > 0 && d > 0 && kv->page_size > 0 && kv->num_pages > 0 && kv->kind >= PM_KV_F32 &&
+         kv->kind <= PM_KV_INT8;
+}
+
+}  // namespace
+
+int pm_kv_write(PmPool* pool, const PmBatch* batch, const float* k, const float* v, const PmKv* kv,
+                int64_t g, int64_t d) {
+  if (!is_valid(kv, g, d)) return PM_INVALID;
+  const pm::KvLayout layout{kv->kind, kv->page_size, g, d};
+  unsigned char* v_side = kv->data + kv->num_pages * layout.page_bytes();
+  return pm::share(pool, batch->num_tokens, 8, [&](int64_t first, int64_t last, int) {
+    for (int64_t t = first; t < last; ++t) {
+      pm::kv_write(layout, kv->data, batch->kv_slots[t], k + t * g * d);
+      pm::kv_write(layout, v_side, batch->kv_slots[t], v + t * g * d);
+    }
+  });
+}
+
+int pm_attention(PmPool* pool, const PmBatch* batch, const float* q, const PmKv* kv, int64_t h,
+                 int64_t g, int64_t d, int64_t window, float* out) {
+  if (!is_valid(kv, g, d) || h < 1 || h % g) return PM_INVALID;
   try {
-    pm::AttentionPlan plan(batch, h, g, d, page_size, window, pool->team.size());
-    const pm::AttentionInput input{batch,     q, h * d, k_pages, v_pages, page_size,
-                                   h,         g, d,     window,  out};
+    const pm::KvLayout layout{kv->kind, kv->page_size, g, d};
+    pm::AttentionPlan plan(batch, h, layout, window, pool->team.size());
+    const unsigned char* v_side = kv->data + kv->num_pages * layout.page_bytes();
+    const pm::AttentionInput input{batch, q, h * d, layout, kv->data, v_side, h, window, out};
     const int64_t floats = plan.scratch_floats();
     std::vector<float> scratch((size_t)(floats * pool->team.size()));
     return pm::share(pool, plan.num_pieces(), 1, [&](int64_t task, int64_t, int member) {

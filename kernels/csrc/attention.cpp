@@ -8,115 +8,76 @@
 // that spans may be computed apart and merged in their order with the same bits. The online
 // rescaling is that of FlashAttention (Dao et al., 2022), spans apart that of Flash-Decoding.
 //
-// K of a block is transposed once, so that positions lie in lanes, and serves all queries of the
-// task that read the same pages there: the rows and heads of one sequence, and sequences that share
-// a prefix. Each query keeps its own order, so who shares a task with whom changes no bit.
-#include <algorithm>
+// A block is gathered once and serves all queries of the task that read the same pages there: the
+// rows and heads of one sequence, and sequences that share a prefix. Each query keeps its own
+// order, so who shares a task with whom changes no bit.
 #include <cmath>
 #include <cstring>
 #include <limits>
 
-#include "kernels.h"
+#include "attention_block.h"
 
 namespace pm {
-
-// The running softmax of one query: weights relative to `maximum`, their sum, and sum * V.
-struct Running {
-  float maximum, sum;
-  float* out;  // [Dp]
-};
-
-// The state of one task; arrays lie in the thread's scratch.
-struct Task {
-  int64_t d, dp;
-  float* q;         // [nq, D], scaled
-  float* kt;        // [D, BLOCK]
-  float* scores;    // [nq, BLOCK]
-  float* out;       // [nq, Dp] of the span
-  float* total;     // [nq, Dp]
-  float* values;    // [BLOCK, Dp], used when D is no multiple of W
-  float* zeros;     // [Dp]
-  float* maximum;   // [nq] of the span
-  float* sum;       // [nq]
-  float* total_maximum;  // [nq]
-  float* total_sum;      // [nq]
-  int64_t* position;  // [nq]
-  int64_t* begin;     // [nq] valid positions of the block: begin .. end
-  int64_t* end;       // [nq]
-  const float* k_rows[BLOCK];
-  const float* v_rows[BLOCK];
-};
-
 namespace {
 
-constexpr int CHUNK = 4;  // vectors per tile
-#if PM_W == 16
-constexpr int QUERIES = 6;  // queries per tile: 6 x 4 accumulators of 32 registers
-#else
-constexpr int QUERIES = 3;  // 3 x 4 of 16
-#endif
-
-// scores[r][i] = sum over d of q[r][d] * kt[d][i], for CHUNK vectors of positions.
-template <int R>
-void score_tile(const float* q, int64_t d_count, const float* kt, float* scores) {
-  F acc[R][CHUNK];
-  PM_UNROLL for (int r = 0; r < R; ++r)
-    PM_UNROLL for (int c = 0; c < CHUNK; ++c) acc[r][c] = F{};
-  for (int64_t d = 0; d < d_count; ++d) {
-    F k[CHUNK];
-    PM_UNROLL for (int c = 0; c < CHUNK; ++c) k[c] = load(kt + d * BLOCK + c * W);
-    PM_UNROLL for (int r = 0; r < R; ++r) {
-      const F x = splat(q[r * d_count + d]);
-      PM_UNROLL for (int c = 0; c < CHUNK; ++c) acc[r][c] = fma(x, k[c], acc[r][c]);
-    }
+// Hands out aligned pieces of memory; without memory it only counts.
+class Scratch {
+ public:
+  explicit Scratch(float* memory) : start_(((uintptr_t)memory + 63) / 64 * 64) {}
+  template <typename T>
+  void take(T** pointer, int64_t count) {
+    *pointer = (T*)(start_ + (uintptr_t)used_);
+    used_ += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
   }
-  PM_UNROLL for (int r = 0; r < R; ++r)
-    PM_UNROLL for (int c = 0; c < CHUNK; ++c) store(scores + r * BLOCK + c * W, acc[r][c]);
+  int64_t floats() const { return (used_ + 64) / 4; }
+
+ private:
+  uintptr_t start_;
+  int64_t used_ = 0;
+};
+
+void place_floats(Task* task, int64_t num_queries, Scratch* scratch) {
+  FloatBlock& b = task->floats;
+  scratch->take(&b.q, num_queries * task->d);
+  scratch->take(&b.kt, task->d * BLOCK);
+  scratch->take(&b.scores, num_queries * BLOCK);
+  scratch->take(&b.k_wide, BLOCK * task->dp);
+  scratch->take(&b.v_wide, BLOCK * task->dp);
+  scratch->take(&b.zeros, task->dp);
 }
 
-// out[r][..] += sum over positions a .. b of weights[r][i] * rows[i][..], for C vectors.
-template <int R, int C>
-void value_tile(const float* weights, const float* const* rows, int64_t offset, int64_t a,
-                int64_t b, float* out, int64_t stride) {
-  F acc[R][C];
-  PM_UNROLL for (int r = 0; r < R; ++r)
-    PM_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = load(out + r * stride + c * W);
-  for (int64_t i = a; i < b; ++i) {
-    F v[C];
-    PM_UNROLL for (int c = 0; c < C; ++c) v[c] = load(rows[i] + offset + c * W);
-    PM_UNROLL for (int r = 0; r < R; ++r) {
-      const F x = splat(weights[r * BLOCK + i]);
-      PM_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = fma(x, v[c], acc[r][c]);
-    }
-  }
-  PM_UNROLL for (int r = 0; r < R; ++r)
-    PM_UNROLL for (int c = 0; c < C; ++c) store(out + r * stride + c * W, acc[r][c]);
+void place_ints(Task* task, int64_t num_queries, Scratch* scratch) {
+  IntBlock& b = task->ints;
+  scratch->take(&b.q, num_queries * task->words);
+  scratch->take(&b.q_scale, num_queries);
+  scratch->take(&b.q_start, num_queries);
+  scratch->take(&b.kt, padded(task->words) * BLOCK);
+  scratch->take(&b.vt, BLOCK / 4 * task->dp);
+  scratch->take(&b.k_scale, BLOCK);
+  scratch->take(&b.v_scale, BLOCK);
+  scratch->take(&b.rows, BLOCK * padded(task->words) * 4);
 }
 
-typedef void (*ScoreTile)(const float*, int64_t, const float*, float*);
-typedef void (*ValueTile)(const float*, const float* const*, int64_t, int64_t, int64_t, float*,
-                          int64_t);
-#define PM_VALUES(R) {value_tile<R, 1>, value_tile<R, 2>, value_tile<R, 3>, value_tile<R, 4>}
-constexpr ScoreTile SCORE_TILES[] = {
-    score_tile<1>, score_tile<2>, score_tile<3>,
-#if PM_W == 16
-    score_tile<4>, score_tile<5>, score_tile<6>,
-#endif
-};
-constexpr ValueTile VALUE_TILES[][CHUNK] = {
-    PM_VALUES(1), PM_VALUES(2), PM_VALUES(3),
-#if PM_W == 16
-    PM_VALUES(4), PM_VALUES(5), PM_VALUES(6),
-#endif
-};
-#undef PM_VALUES
-
-int64_t task_floats(int64_t num_queries, int64_t d) {
-  const int64_t dp = padded(d);
-  const int64_t floats = num_queries * d + d * BLOCK + num_queries * BLOCK +
-                         2 * num_queries * dp + BLOCK * dp + dp + 4 * num_queries +
-                         6 * num_queries;
-  return (floats + 63) / 64 * 64 + 64;
+// Lays the arrays of a task out; returns the floats they take.
+int64_t place(Task* task, int64_t num_queries, const KvLayout& kv, float* memory) {
+  Scratch scratch(memory);
+  task->d = kv.head_dim;
+  task->dp = padded(kv.head_dim);
+  task->words = (kv.head_dim + 3) / 4;
+  scratch.take(&task->out, num_queries * task->dp);
+  scratch.take(&task->maximum, num_queries);
+  scratch.take(&task->sum, num_queries);
+  scratch.take(&task->total, num_queries * task->dp);
+  scratch.take(&task->total_maximum, num_queries);
+  scratch.take(&task->total_sum, num_queries);
+  scratch.take(&task->position, num_queries);
+  scratch.take(&task->begin, num_queries);
+  scratch.take(&task->end, num_queries);
+  if (kv.kind == PM_KV_INT8)
+    place_ints(task, num_queries, &scratch);
+  else
+    place_floats(task, num_queries, &scratch);
+  return scratch.floats();
 }
 
 void empty(float* maximum, float* sum, float* out, int64_t num_queries, int64_t dp) {
@@ -125,162 +86,65 @@ void empty(float* maximum, float* sum, float* out, int64_t num_queries, int64_t 
   std::fill_n(out, num_queries * dp, 0.0f);
 }
 
-void place(Task* task, int64_t num_queries, int64_t d, float* scratch) {
-  const int64_t dp = padded(d);
-  task->d = d;
-  task->dp = dp;
-  task->position = (int64_t*)scratch;  // 8-byte values first: alignment
-  task->begin = task->position + num_queries;
-  task->end = task->begin + num_queries;
-  task->kt = (float*)(task->end + num_queries);
-  task->scores = task->kt + d * BLOCK;
-  task->out = task->scores + num_queries * BLOCK;
-  task->total = task->out + num_queries * dp;
-  task->values = task->total + num_queries * dp;
-  task->zeros = task->values + BLOCK * dp;
-  task->q = task->zeros + dp;
-  task->maximum = task->q + num_queries * d;
-  task->sum = task->maximum + num_queries;
-  task->total_maximum = task->sum + num_queries;
-  task->total_sum = task->total_maximum + num_queries;
-  std::fill_n(task->zeros, dp, 0.0f);
-  empty(task->maximum, task->sum, task->out, num_queries, dp);
-  empty(task->total_maximum, task->total_sum, task->total, num_queries, dp);
-}
-
 // Asks for the block's rows ahead of time: rows of one head lie apart, so the hardware does not
 // guess them.
-void prefetch_block(const float* rows, const AttentionInput& in, const int32_t* pages,
+void prefetch_block(const unsigned char* side, const KvLayout& kv, const int32_t* pages,
                     int64_t kv_head, int64_t num_heads, int64_t first, int64_t count) {
-  const int64_t d = in.head_dim, width = in.num_kv_heads * d;
-  int64_t page = first / in.page_size, offset = first % in.page_size, i = 0;
-  while (i < count) {
-    const float* at = rows + ((int64_t)pages[page] * in.page_size + offset) * width + kv_head * d;
-    const int64_t end = std::min(count, i + in.page_size - offset);
-    for (; i < end; ++i, at += width)
-      for (int64_t j = 0; j < num_heads * d; j += 16) __builtin_prefetch(at + j, 0, 2);
-    ++page;
-    offset = 0;
-  }
-}
-
-// Pointers to the block's rows; positions past `count` read zeros (they are masked anyway).
-void gather_block(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
-                  int64_t first, int64_t count) {
-  const int64_t d = task->d, width = in.num_kv_heads * d;
-  int64_t page = first / in.page_size, offset = first % in.page_size, i = 0;
-  while (i < count) {
-    int64_t at = ((int64_t)pages[page] * in.page_size + offset) * width + kv_head * d;
-    const int64_t end = std::min(count, i + in.page_size - offset);
-    for (; i < end; ++i, at += width) {
-      task->k_rows[i] = in.k_pages + at;
-      task->v_rows[i] = in.v_pages + at;
+  const int64_t row_bytes = kv.head_dim * kv.element_bytes();
+  for_page_runs(kv.page_size, pages, first, count,
+                [&](int64_t, int64_t page, int64_t token, int64_t n) {
+    for (int64_t head = kv_head; head < kv_head + num_heads; ++head) {
+      const unsigned char* at = side + page * kv.page_bytes() + kv.row_offset(head, token);
+      for (int64_t i = 0; i < n; ++i, at += kv.row_stride())
+        for (int64_t j = 0; j < row_bytes; j += 64) __builtin_prefetch(at + j, 0, 2);
     }
-    ++page;
-    offset = 0;
-  }
-  for (; i < BLOCK; ++i) task->k_rows[i] = task->v_rows[i] = task->zeros;
-  for (i = 0; i < count; i += W) {
-    int64_t column = 0;
-    for (; column + W <= d; column += W)
-      transpose(task->k_rows + i, column, task->kt + column * BLOCK + i, BLOCK);
-    for (; column < d; ++column)
-      for (int64_t j = i; j < i + W; ++j) task->kt[column * BLOCK + j] = task->k_rows[j][column];
-  }
-  if (task->dp == d) return;
-  for (i = 0; i < count; ++i) {
-    float* row = task->values + i * task->dp;
-    std::memcpy(row, task->v_rows[i], (size_t)d * sizeof(float));
-    for (int64_t j = d; j < task->dp; ++j) row[j] = 0.0f;
-    task->v_rows[i] = row;
-  }
+  });
 }
 
-// Scores of query `index` in this block into weights; rescales its output row.
-void softmax_block(Task* task, int64_t index) {
-  const int64_t a = task->begin[index], b = task->end[index];
-  if (a >= b) return;
-  float* scores = task->scores + index * BLOCK;
-  const F lowest = splat(-std::numeric_limits<float>::infinity());
-  F maxima = lowest;
-  I valid[BLOCK / W];
-  F x[BLOCK / W];
-  PM_UNROLL for (int v = 0; v < BLOCK / W; ++v) {
-    const I lane = lane_index() + splat_int(v * W);
-    valid[v] = (lane >= splat_int((int32_t)a)) & (lane < splat_int((int32_t)b));
-    x[v] = select(valid[v], load(scores + v * W), lowest);
-    maxima = max(maxima, x[v]);
-  }
-  const float block_maximum = max_lanes(maxima);
-  const float old = task->maximum[index];
-  const float now = old > block_maximum ? old : block_maximum;
-  F sums = F{};
-  PM_UNROLL for (int v = 0; v < BLOCK / W; ++v) {
-    const F weight = select(valid[v], exp(x[v] - splat(now)), F{});
-    store(scores + v * W, weight);
-    sums = sums + weight;
-  }
-  const F scale = exp(splat(old - now));
-  task->maximum[index] = now;
-  task->sum[index] = task->sum[index] * scale[0] + sum_lanes(sums);
-  if (scale[0] == 1.0f) return;
-  float* out = task->out + index * task->dp;
-  for (int64_t i = 0; i < task->dp; i += W) store(out + i, load(out + i) * scale);
+// total = keep * total + take * part, relative to the maximum `now` of both.
+PM_INLINE void add_part(Running* total, const Running& part, float now, float keep, float take,
+                        int64_t dp) {
+  total->maximum = now;
+  total->sum = total->sum * keep + part.sum * take;
+  for (int64_t i = 0; i < dp; i += W)
+    store(total->out + i,
+          fma(load(total->out + i), splat(keep), load(part.out + i) * splat(take)));
 }
 
 // total = total and part together. A part without positions has the sum 0 and changes nothing.
 void merge(Running* total, const Running& part, int64_t dp) {
   if (part.sum == 0.0f) return;
-  const float now = total->maximum > part.maximum ? total->maximum : part.maximum;
-  const F keep = exp(splat(total->maximum - now)), take = exp(splat(part.maximum - now));
-  total->maximum = now;
-  total->sum = total->sum * keep[0] + part.sum * take[0];
-  for (int64_t i = 0; i < dp; i += W)
-    store(total->out + i, fma(load(total->out + i), keep, load(part.out + i) * take));
+  const F now = max(splat(total->maximum), splat(part.maximum));
+  const F keep = exp(splat(total->maximum) - now), take = exp(splat(part.maximum) - now);
+  add_part(total, part, now[0], keep[0], take[0], dp);
 }
 
+// The span of every query merged into its total, as merge() does; the exponentials of W queries
+// at once.
 void finish_span(Task* task, int64_t num_queries) {
   const int64_t dp = task->dp;
-  for (int64_t i = 0; i < num_queries; ++i) {
-    Running total{task->total_maximum[i], task->total_sum[i], task->total + i * dp};
-    merge(&total, {task->maximum[i], task->sum[i], task->out + i * dp}, dp);
-    task->total_maximum[i] = total.maximum;
-    task->total_sum[i] = total.sum;
+  for (int64_t first = 0; first < num_queries; first += W) {
+    const int64_t queries = std::min<int64_t>(W, num_queries - first);
+    const F total_maximum = load_first(task->total_maximum + first, queries);
+    const F maximum = load_first(task->maximum + first, queries);
+    const F now = max(total_maximum, maximum);
+    const F keep = exp(total_maximum - now), take = exp(maximum - now);
+    for (int64_t r = 0; r < queries; ++r) {
+      const int64_t i = first + r;
+      if (task->sum[i] == 0.0f) continue;
+      Running total{task->total_maximum[i], task->total_sum[i], task->total + i * dp};
+      add_part(&total, {task->maximum[i], task->sum[i], task->out + i * dp}, now[r], keep[r],
+               take[r], dp);
+      task->total_maximum[i] = total.maximum;
+      task->total_sum[i] = total.sum;
+    }
   }
   empty(task->maximum, task->sum, task->out, num_queries, dp);
 }
 
-void add_values(Task* task, int64_t index, int64_t queries, int64_t a, int64_t b) {
-  if (a >= b) return;
-  const int64_t dp = task->dp;
-  for (int64_t offset = 0; offset < dp; offset += CHUNK * W) {
-    const int64_t vectors = (dp - offset) / W < CHUNK ? (dp - offset) / W : CHUNK;
-    VALUE_TILES[queries - 1][vectors - 1](task->scores + index * BLOCK, task->v_rows, offset, a,
-                                          b, task->out + index * dp + offset, dp);
-  }
-}
-
-// What all queries of the tile may see goes through one tile; the ragged ends one query at a
-// time, in the order of positions.
-void add_values_tile(Task* task, int64_t index, int64_t queries) {
-  int64_t a = 0, b = BLOCK;
-  for (int64_t i = index; i < index + queries; ++i) {
-    a = a > task->begin[i] ? a : task->begin[i];
-    b = b < task->end[i] ? b : task->end[i];
-  }
-  if (a >= b) {
-    for (int64_t i = index; i < index + queries; ++i)
-      add_values(task, i, 1, task->begin[i], task->end[i]);
-    return;
-  }
-  for (int64_t i = index; i < index + queries; ++i) add_values(task, i, 1, task->begin[i], a);
-  add_values(task, index, queries, a, b);
-  for (int64_t i = index; i < index + queries; ++i) add_values(task, i, 1, b, task->end[i]);
-}
-
-// The queries first_query .. last_query against the gathered block.
-void attend_block(Task* task, int64_t first_query, int64_t last_query, int64_t first,
-                  int64_t count, int64_t window) {
+// What the queries first_query .. last_query see of the block at position `first`.
+void set_visible(Task* task, int64_t first_query, int64_t last_query, int64_t first,
+                 int64_t window) {
   for (int64_t i = first_query; i < last_query; ++i) {
     const int64_t position = task->position[i];
     const int64_t oldest = window > 0 && position >= window ? position - window + 1 : 0;
@@ -288,20 +152,13 @@ void attend_block(Task* task, int64_t first_query, int64_t last_query, int64_t f
     task->end[i] = position - first + 1 < BLOCK ? position - first + 1 : BLOCK;
     if (task->begin[i] >= task->end[i]) task->begin[i] = task->end[i] = 0;
   }
-  for (int64_t i = first_query; i < last_query; i += QUERIES) {
-    const int64_t queries = std::min<int64_t>(last_query - i, QUERIES);
-    for (int64_t c = 0; c < count; c += CHUNK * W)
-      SCORE_TILES[queries - 1](task->q + i * task->d, task->d, task->kt + c,
-                               task->scores + i * BLOCK + c);
-    for (int64_t j = i; j < i + queries; ++j) softmax_block(task, j);
-    add_values_tile(task, i, queries);
-  }
 }
 
 }  // namespace
 
 int64_t AttentionPlan::scratch_floats() const {
-  return task_floats(max_rows_ * kv_heads_per_piece_ * group_, dp_);
+  Task task;
+  return place(&task, max_rows_ * kv_heads_per_piece_ * group_, kv_, nullptr);
 }
 
 void AttentionPlan::run(const AttentionInput& in, int64_t index, float* scratch) {
@@ -310,11 +167,12 @@ void AttentionPlan::run(const AttentionInput& in, int64_t index, float* scratch)
   const int64_t kv_head = index % head_runs_ * kv_heads_per_piece_;
   const int64_t num_queries = joined.rows * kv_heads_per_piece_ * group_;
   Task task;
-  place(&task, num_queries, in.head_dim, scratch);
-  const float scale = 1.0f / std::sqrt((float)in.head_dim);
+  place(&task, num_queries, kv_, scratch);
+  empty(task.maximum, task.sum, task.out, num_queries, dp_);
+  empty(task.total_maximum, task.total_sum, task.total, num_queries, dp_);
   for_queries(joined, kv_head, [&](int64_t i, int64_t row, int64_t, int64_t head) {
-    const float* q = in.q + row * in.q_stride + head * in.head_dim;
-    for (int64_t j = 0; j < in.head_dim; ++j) task.q[i * in.head_dim + j] = q[j] * scale;
+    const float* q = in.q + row * in.q_stride + head * kv_.head_dim;
+    kv_.kind == PM_KV_INT8 ? set_query_int8(&task, i, q) : set_query_float(&task, i, q);
     task.position[i] = batch_->positions[row];
   });
   for (int64_t span = piece.first; span < piece.last; ++span) {
@@ -362,9 +220,9 @@ void AttentionPlan::keep_partial(const AttentionInput& in, const Piece& piece, i
 
 void AttentionPlan::write(const AttentionInput& in, int64_t row, int64_t head,
                           const Running& result) const {
-  float* out = in.out + (row * num_heads_ + head) * in.head_dim;
+  float* out = in.out + (row * num_heads_ + head) * kv_.head_dim;
   const float inverse = 1.0f / result.sum;
-  for (int64_t j = 0; j < in.head_dim; ++j) out[j] = result.out[j] * inverse;
+  for (int64_t j = 0; j < kv_.head_dim; ++j) out[j] = result.out[j] * inverse;
 }
 
 // visit(query of the task, row of the step, row of the task, head): kv head by kv head.
@@ -396,13 +254,19 @@ void AttentionPlan::run_block(const AttentionInput& in, const Joined& joined, Ta
       const int64_t count = std::min(highest + 1 - first, BLOCK);
       const int64_t after = std::min(leader.highest + 1 - first - BLOCK, BLOCK);
       if (kv_head % kv_heads_per_piece_ == 0) {
-        prefetch_block(in.v_pages, in, pages(leader), kv_head, kv_heads_per_piece_, first, count);
+        prefetch_block(in.v_pages, kv_, pages(leader), kv_head, kv_heads_per_piece_, first, count);
         if (after > 0)
-          prefetch_block(in.k_pages, in, pages(leader), kv_head, kv_heads_per_piece_,
+          prefetch_block(in.k_pages, kv_, pages(leader), kv_head, kv_heads_per_piece_,
                          first + BLOCK, after);
       }
-      gather_block(task, in, pages(leader), kv_head, first, count);
-      attend_block(task, query, end, first, count, in.window);
+      set_visible(task, query, end, first, in.window);
+      if (kv_.kind == PM_KV_INT8) {
+        gather_int8(task, in, pages(leader), kv_head, first, count);
+        attend_int8(task, query, end, count);
+      } else {
+        gather_float(task, in, pages(leader), kv_head, first, count);
+        attend_float(task, query, end, count);
+      }
     }
     query = end;
     r = next;

@@ -1,24 +1,23 @@
 // How the attention of one step is cut into pieces; which cut is taken changes no bit.
-#include <algorithm>
 #include <limits>
 
-#include "kernels.h"
+#include "attention.h"
 
 namespace pm {
 namespace {
 
 constexpr int64_t FEW_TASK_ROWS = 4;
-constexpr int64_t TASK_QUERIES = 48;  // rows x heads of a group in one task, if one row allows
+constexpr int64_t TASK_QUERIES = 96;  // rows x heads of a group in one task, if one row allows
 
 }  // namespace
 
-AttentionPlan::AttentionPlan(const PmBatch* batch, int64_t num_heads, int64_t num_kv_heads,
-                             int64_t head_dim, int64_t page_size, int64_t window, int num_threads)
+AttentionPlan::AttentionPlan(const PmBatch* batch, int64_t num_heads, const KvLayout& kv,
+                             int64_t window, int num_threads)
     : batch_(batch),
+      kv_(kv),
       num_heads_(num_heads),
-      group_(num_heads / num_kv_heads),
-      dp_(padded(head_dim)),
-      page_size_(page_size) {
+      group_(num_heads / kv.num_kv_heads),
+      dp_(padded(kv.head_dim)) {
   cut_rows(window);
   // Rows of different sequences join one task when they read the same first block.
   for (size_t r = 0; r < runs_.size(); ++r) {
@@ -37,7 +36,7 @@ AttentionPlan::AttentionPlan(const PmBatch* batch, int64_t num_heads, int64_t nu
     }
     tasks_.push_back({r, r + 1, rows, runs_[r].lowest, runs_[r].highest});
   }
-  cut_tasks(num_kv_heads, 2 * num_threads);
+  cut_tasks(2 * num_threads);
 }
 
 // Runs of rows of one sequence, those of sequences with equal beginnings side by side.
@@ -63,7 +62,7 @@ void AttentionPlan::cut_rows(int64_t window) {
 
 // Tasks into pieces, at least `wanted` if that can be: a few rows keep all kv heads in one piece
 // (their K and V are neighbours in memory); where tasks are few, spans are computed apart.
-void AttentionPlan::cut_tasks(int64_t num_kv_heads, int64_t wanted) {
+void AttentionPlan::cut_tasks(int64_t wanted) {
   int64_t num_spans = 0;
   for (const Joined& task : tasks_) {
     max_rows_ = std::max(max_rows_, task.rows);
@@ -73,8 +72,8 @@ void AttentionPlan::cut_tasks(int64_t num_kv_heads, int64_t wanted) {
   const int64_t num_tasks = (int64_t)tasks_.size();
   const bool is_few = max_rows_ <= FEW_TASK_ROWS;
   const bool all_heads = is_few && std::max(num_tasks, num_spans) >= wanted;
-  kv_heads_per_piece_ = all_heads ? num_kv_heads : 1;
-  head_runs_ = num_kv_heads / kv_heads_per_piece_;
+  kv_heads_per_piece_ = all_heads ? kv_.num_kv_heads : 1;
+  head_runs_ = kv_.num_kv_heads / kv_heads_per_piece_;
   is_apart_ = num_tasks * head_runs_ < wanted && max_spans_ > 1;
   for (size_t t = 0; t < tasks_.size(); ++t) {
     tasks_[t].first_row = num_rows_;
@@ -101,9 +100,9 @@ int64_t AttentionPlan::spans(const Joined& task) {
 bool AttentionPlan::is_same_block(const Run& a, const Run& b, int64_t first) const {
   for (const Run* run : {&a, &b})
     if (first > run->highest || first + BLOCK <= run->lowest) return false;
-  const int64_t page = first / page_size_;
+  const int64_t page = first / kv_.page_size;
   const auto slice_end = [&](const Run& run) {
-    return std::min(run.highest, first + BLOCK - 1) / page_size_ + 1;
+    return std::min(run.highest, first + BLOCK - 1) / kv_.page_size + 1;
   };
   const int64_t end = slice_end(a);
   return end == slice_end(b) && std::equal(pages(a) + page, pages(a) + end, pages(b) + page);

@@ -1,10 +1,7 @@
 // What the operations offer to the model: plain functions over explicit ranges, no threads inside
-// (linear_panels, attention_task, ... compute one piece; model.cpp and api.cpp share pieces out).
+// (linear_panels, rms_norm_row, ... compute one piece; model.cpp and api.cpp share pieces out).
 #pragma once
-#include <atomic>
 #include <cstdint>
-#include <memory>
-#include <vector>
 
 #include "palmette_cpu.h"
 #include "vec.h"
@@ -182,76 +179,5 @@ void rope_head(float* x, int64_t d, const float* cos_row, const float* sin_row);
 
 int64_t sample_scratch_floats(int64_t vocab_size);
 void sample_row(const PmSampling& sampling, int64_t index, float* scratch);
-
-// ---- attention (attention.cpp, attention_plan.cpp) ----------------------------------------------
-
-constexpr int64_t BLOCK = 64;  // positions
-constexpr int64_t SPAN = 256;  // positions; a multiple of BLOCK
-inline int64_t padded(int64_t d) { return (d + W - 1) / W * W; }
-
-struct AttentionInput {
-  const PmBatch* batch;
-  const float* q;  // row t, head h at q + t * q_stride + h * D
-  int64_t q_stride;
-  const float* k_pages;  // [num_pages, page_size, G, D]
-  const float* v_pages;
-  int64_t page_size, num_heads, num_kv_heads, head_dim, window;
-  float* out;  // [T, H, D]
-};
-
-struct Task;
-struct Running;
-
-// The pieces of one step's attention, the same for every layer: (rows that may share K and V, some
-// kv heads, some spans of positions).
-class AttentionPlan {
- public:
-  AttentionPlan(const PmBatch* batch, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                int64_t page_size, int64_t window, int num_threads);  // throws std::bad_alloc
-  int64_t num_pieces() const { return (int64_t)pieces_.size() * head_runs_; }
-  int64_t scratch_floats() const;  // per thread
-  void run(const AttentionInput& input, int64_t index, float* scratch);
-
- private:
-  struct Run {  // rows begin .. end of one sequence, and the positions they see
-    int64_t sequence, begin, end, lowest, highest;
-  };
-  struct Joined {  // runs first .. last, `rows` rows in all, and the positions they see
-    size_t first, last;
-    int64_t rows, lowest, highest, first_row = 0;
-  };
-  struct Piece {  // spans first .. last of a task
-    size_t task;
-    int64_t first, last;
-  };
-  const int32_t* pages(const Run& run) const {
-    return batch_->kv_page_ids + batch_->kv_indptr[run.sequence];
-  }
-  const int32_t* pages_end(const Run& run) const {
-    return batch_->kv_page_ids + batch_->kv_indptr[run.sequence + 1];
-  }
-  static int64_t spans(const Joined& task);
-  void cut_rows(int64_t window);
-  void cut_tasks(int64_t num_kv_heads, int64_t wanted);
-  bool is_same_block(const Run& a, const Run& b, int64_t first) const;
-  void run_block(const AttentionInput& input, const Joined& joined, Task* task, int64_t kv_head,
-                 int64_t query, int64_t first) const;
-  void keep_partial(const AttentionInput& input, const Piece& piece, int64_t kv_head,
-                    const Task& task, int64_t head_run);
-  void write(const AttentionInput& input, int64_t row, int64_t head, const Running& result) const;
-  template <typename Visit>
-  void for_queries(const Joined& joined, int64_t kv_head, Visit visit) const;
-
-  const PmBatch* batch_;
-  int64_t num_heads_, group_, dp_, page_size_;
-  int64_t max_rows_ = 0, max_spans_ = 0, num_rows_ = 0;
-  int64_t kv_heads_per_piece_ = 1, head_runs_ = 1;
-  bool is_apart_ = false;  // spans are pieces of their own
-  std::vector<Run> runs_;
-  std::vector<Joined> tasks_;
-  std::vector<Piece> pieces_;
-  std::unique_ptr<float[]> partial_;  // [row of a task, H, span]: maximum, sum, out [Dp]
-  std::unique_ptr<std::atomic<int64_t>[]> num_done_;  // per task and head run: finished spans
-};
 
 }  // namespace pm

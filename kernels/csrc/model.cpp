@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "kernels.h"
+#include "attention.h"
 #include "team.h"
 
 struct PmModel {
@@ -61,8 +61,8 @@ struct LastRows {
 struct Step {
   PmModel* model;
   const PmBatch* batch;
-  float* kv;
-  int64_t num_pages, page_size;
+  const PmKv* kv;
+  KvLayout layout;  // of the pool
   float* logits;
   AttentionPlan plan;
   std::vector<Phase> phases;
@@ -170,8 +170,8 @@ class Member {
   // Bias, q/k norm and rope in place; K and V into their slots.
   void place_qkv(const PmModel::Layer& l, int64_t layer) {
     const int64_t h = shape_.num_heads, g = shape_.num_kv_heads, d = shape_.head_dim;
-    float* k_pages = pages(layer, 0);
-    float* v_pages = pages(layer, 1);
+    unsigned char* k_pages = pages(layer, 0);
+    unsigned char* v_pages = pages(layer, 1);
     share(s_.batch->num_tokens, 4, [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t) {
         float* row = s_.qkv + t * qkv_width();
@@ -182,10 +182,8 @@ class Member {
           if (norm) rms_norm_row(row + head * d, norm, d, shape_.rms_eps, row + head * d);
           rope_head(row + head * d, d, m_.cos_table + rope, m_.sin_table + rope);
         }
-        const int64_t slot = (int64_t)s_.batch->kv_slots[t] * g * d;
-        const size_t bytes = (size_t)(g * d) * sizeof(float);
-        std::memcpy(k_pages + slot, row + h * d, bytes);
-        std::memcpy(v_pages + slot, row + (h + g) * d, bytes);
+        kv_write(s_.layout, k_pages, s_.batch->kv_slots[t], row + h * d);
+        kv_write(s_.layout, v_pages, s_.batch->kv_slots[t], row + (h + g) * d);
       }
     });
   }
@@ -213,10 +211,8 @@ class Member {
     input.q_stride = qkv_width();
     input.k_pages = pages(layer, 0);
     input.v_pages = pages(layer, 1);
-    input.page_size = s_.page_size;
+    input.kv = s_.layout;
     input.num_heads = shape_.num_heads;
-    input.num_kv_heads = shape_.num_kv_heads;
-    input.head_dim = shape_.head_dim;
     input.window = shape_.sliding_window;
     input.out = s_.attended;
     share(plan_->num_pieces(), 1,
@@ -268,9 +264,8 @@ class Member {
     });
   }
 
-  float* pages(int64_t layer, int64_t which) const {
-    const int64_t floats = s_.num_pages * s_.page_size * shape_.num_kv_heads * shape_.head_dim;
-    return s_.kv + (layer * 2 + which) * floats;
+  unsigned char* pages(int64_t layer, int64_t which) const {
+    return s_.kv->data + (layer * 2 + which) * s_.kv->num_pages * s_.layout.page_bytes();
   }
 
   Step& s_;
@@ -406,22 +401,20 @@ int pm_model_set_vector(PmModel* model, int64_t vector, int64_t layer, const flo
   return PM_INVALID;
 }
 
-int pm_model_forward(PmModel* model, const PmBatch* batch, float* kv, int64_t num_pages,
-                     int64_t page_size, float* logits) {
+int pm_model_forward(PmModel* model, const PmBatch* batch, const PmKv* kv, float* logits) {
   if (model->pool->team.is_forked()) return PM_FORKED;
   if (!pm::is_complete(*model)) return PM_INVALID;
   if (batch->num_tokens == 0) return PM_OK;
   try {
     const PmModelShape& shape = model->shape;
     const int threads = model->pool->team.size();
+    const pm::KvLayout layout{kv->kind, kv->page_size, shape.num_kv_heads, shape.head_dim};
     pm::Step step{model,
                   batch,
                   kv,
-                  num_pages,
-                  page_size,
+                  layout,
                   logits,
-                  pm::AttentionPlan(batch, shape.num_heads, shape.num_kv_heads, shape.head_dim,
-                                    page_size, shape.sliding_window, threads),
+                  pm::AttentionPlan(batch, shape.num_heads, layout, shape.sliding_window, threads),
                   std::vector<pm::Phase>(
                       (size_t)(shape.num_layers * pm::PHASES_PER_LAYER + 4)),
                   threads,

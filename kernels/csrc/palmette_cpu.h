@@ -47,6 +47,21 @@ enum PmEncoding : int64_t {
   PM_ENCODING_Q6_K = 8,
 };
 
+// How the KV pool keeps K and V: numbers, or integers with one float scale for each token and kv
+// head. attention.h says how pages lie.
+enum PmKvKind : int64_t {
+  PM_KV_F32 = 0,
+  PM_KV_BF16 = 1,
+  PM_KV_F16 = 2,
+  PM_KV_INT8 = 3,
+};
+
+// A KV pool: for each layer num_pages pages of K, then num_pages pages of V.
+struct PmKv {
+  unsigned char* data;
+  int64_t kind, num_pages, page_size;
+};
+
 struct PmModelShape {
   int64_t vocab_size;
   int64_t hidden_size;
@@ -150,9 +165,11 @@ PM_EXPORT int pm_silu_mul(PmPool* pool, const float* gate_up, int64_t m, int64_t
 // x [T, heads, D] in place: rotate-half with rows of cos, sin [max_positions, D / 2]
 PM_EXPORT int pm_rope(PmPool* pool, float* x, const int32_t* positions, int64_t t, int64_t heads,
                       int64_t d, const float* cos_table, const float* sin_table);
-// q [T, H, D], out [T, H, D], k_pages and v_pages [num_pages, page_size, G, D]; window 0: none
-PM_EXPORT int pm_attention(PmPool* pool, const PmBatch* batch, const float* q,
-                           const float* k_pages, const float* v_pages, int64_t page_size,
+// k and v [T, G, D] into the batch's slots of the first layer of the pool
+PM_EXPORT int pm_kv_write(PmPool* pool, const PmBatch* batch, const float* k, const float* v,
+                          const PmKv* kv, int64_t g, int64_t d);
+// q [T, H, D], out [T, H, D]; the first layer of the pool; window 0: none
+PM_EXPORT int pm_attention(PmPool* pool, const PmBatch* batch, const float* q, const PmKv* kv,
                            int64_t h, int64_t g, int64_t d, int64_t window, float* out);
 // scratch [threads, pm_sample_scratch(V)] floats, 64-byte aligned
 PM_EXPORT int64_t pm_sample_scratch(int64_t vocab_size);
@@ -166,9 +183,9 @@ PM_EXPORT int pm_model_set_matrix(PmModel* model, int64_t role, int64_t layer,
                                   const PmMatrix* matrix);
 PM_EXPORT int pm_model_set_vector(PmModel* model, int64_t vector, int64_t layer,
                                   const float* data);
-// One step. kv [num_layers, 2, num_pages, page_size, G, D]; logits [S, V].
-PM_EXPORT int pm_model_forward(PmModel* model, const PmBatch* batch, float* kv, int64_t num_pages,
-                               int64_t page_size, float* logits);
+// One step: writes K and V, reads them, and gives logits [S, V].
+PM_EXPORT int pm_model_forward(PmModel* model, const PmBatch* batch, const PmKv* kv,
+                               float* logits);
 
 // What the machine can do: runs `count` rounds on num_threads threads, or reads `count` bytes of
 // data shared out over them; work: the multiply-adds or bytes that this was.

@@ -66,13 +66,15 @@ PM_INLINE F load(const float* p) {
   return v;
 }
 PM_INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
-PM_INLINE I load_int(const int32_t* p) {
+PM_INLINE F splat(float x) { return x - F{}; }
+PM_INLINE I splat_int(int32_t x) { return x - I{}; }
+
+PM_INLINE I load_int(const void* p) {
   I v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-PM_INLINE F splat(float x) { return x - F{}; }
-PM_INLINE I splat_int(int32_t x) { return x - I{}; }
+PM_INLINE void store_int(void* p, I v) { std::memcpy(p, &v, sizeof v); }
 
 PM_INLINE I lane_index() {
 #if PM_W == 16
@@ -124,9 +126,36 @@ PM_INLINE F select(I mask, F yes, F no) {
   return (F)((mask & (I)yes) | (~mask & (I)no));
 }
 // Where either is NaN: b. So a NaN in b is kept.
-PM_INLINE F max(F a, F b) { return select(a > b, a, b); }
+PM_INLINE F max(F a, F b) {
+#if defined(PM_ISA_AVX512)
+  return (F)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(PM_ISA_AVX2)
+  return (F)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
 
 // Horizontal operations: a fixed tree, lane i with lane i + W/2 first.
+#if defined(PM_ISA_AVX512) || defined(PM_ISA_AVX2)
+template <typename Pair>
+PM_INLINE float fold_lanes(F v, Pair pair) {
+#if defined(PM_ISA_AVX512)
+  const __m256 eight = pair(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#else
+  const __m256 eight = (__m256)v;
+#endif
+  const __m256 four = pair(eight, _mm256_permute2f128_ps(eight, eight, 1));
+  const __m256 two = pair(four, _mm256_permute_ps(four, 0x0E));
+  return _mm256_cvtss_f32(pair(two, _mm256_permute_ps(two, 0x01)));
+}
+PM_INLINE float sum_lanes(F v) {
+  return fold_lanes(v, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });
+}
+PM_INLINE float max_lanes(F v) {
+  return fold_lanes(v, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
+}
+#else
 PM_INLINE float sum_lanes(F v) {
   float x[W];
   store(x, v);
@@ -141,6 +170,7 @@ PM_INLINE float max_lanes(F v) {
     for (int i = 0; i < half; ++i) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
   return x[0];
 }
+#endif
 
 // Exact, so in whatever order.
 #if defined(PM_ISA_AVX2)
@@ -243,12 +273,14 @@ PM_INLINE F load_half(const uint16_t* p) {
 }
 
 // Per 32-bit lane: acc + the dot product of four bytes, exact. x is signed, -127 .. 127. Unsigned
-// weights are 0 .. 127. Signed weights are any byte and lie as w + SIGNED_OFFSET; the caller starts
+// weights are 0 .. WEIGHT_LIMIT. Signed weights are any byte and lie as w + SIGNED_OFFSET; the caller starts
 // acc at -SIGNED_OFFSET * (the sum of x).
 #if defined(PM_ISA_AVX512) || defined(__AVXVNNI__)
 constexpr int SIGNED_OFFSET = 128;  // vpdpbusd takes unsigned weights only
+constexpr float WEIGHT_LIMIT = 255.0f;  // the largest unsigned weight
 #else
 constexpr int SIGNED_OFFSET = 0;
+constexpr float WEIGHT_LIMIT = 127.0f;
 #endif
 #if defined(PM_ISA_NEON)
 PM_INLINE I dot4_signed(I acc, I w, I x) {
@@ -308,11 +340,43 @@ PM_INLINE void store_bytes(int8_t* p, I v) {
 #endif
 }
 
-// W rows of W floats (rows[i][offset ..]) into columns: out[j * stride + i] = rows[i][offset + j].
-PM_INLINE void transpose(const float* const* rows, int64_t offset, float* out, int64_t stride) {
+// The bytes of W columns of four rows side by side: lane j is rows[0][j], .., rows[3][j].
+PM_INLINE void interleave(const unsigned char* const* rows, int64_t offset, int32_t* out) {
+#if defined(PM_ISA_AVX512)
+  const __m128i a = _mm_loadu_si128((const __m128i*)(rows[0] + offset));
+  const __m128i b = _mm_loadu_si128((const __m128i*)(rows[1] + offset));
+  const __m128i c = _mm_loadu_si128((const __m128i*)(rows[2] + offset));
+  const __m128i d = _mm_loadu_si128((const __m128i*)(rows[3] + offset));
+  const __m128i ab = _mm_unpacklo_epi8(a, b), ab_high = _mm_unpackhi_epi8(a, b);
+  const __m128i cd = _mm_unpacklo_epi8(c, d), cd_high = _mm_unpackhi_epi8(c, d);
+  _mm_storeu_si128((__m128i*)out, _mm_unpacklo_epi16(ab, cd));
+  _mm_storeu_si128((__m128i*)out + 1, _mm_unpackhi_epi16(ab, cd));
+  _mm_storeu_si128((__m128i*)out + 2, _mm_unpacklo_epi16(ab_high, cd_high));
+  _mm_storeu_si128((__m128i*)out + 3, _mm_unpackhi_epi16(ab_high, cd_high));
+#elif defined(PM_ISA_AVX2)
+  const __m128i a = _mm_loadl_epi64((const __m128i*)(rows[0] + offset));
+  const __m128i b = _mm_loadl_epi64((const __m128i*)(rows[1] + offset));
+  const __m128i c = _mm_loadl_epi64((const __m128i*)(rows[2] + offset));
+  const __m128i d = _mm_loadl_epi64((const __m128i*)(rows[3] + offset));
+  const __m128i ab = _mm_unpacklo_epi8(a, b), cd = _mm_unpacklo_epi8(c, d);
+  _mm_storeu_si128((__m128i*)out, _mm_unpacklo_epi16(ab, cd));
+  _mm_storeu_si128((__m128i*)out + 1, _mm_unpackhi_epi16(ab, cd));
+#else
+  for (int j = 0; j < W; ++j) {
+    uint32_t word = 0;
+    for (int i = 0; i < 4; ++i) word |= (uint32_t)rows[i][offset + j] << (8 * i);
+    out[j] = (int32_t)word;
+  }
+#endif
+}
+
+// W rows of W floats (rows[i][offset ..]) into columns: out[j * stride + i] = rows[i][offset + j],
+// the bits of `flip` inverted.
+PM_INLINE void transpose(const float* const* rows, int64_t offset, float* out, int64_t stride,
+                         I flip = I{}) {
 #if defined(PM_ISA_AVX512)
   __m512 r[16], t[16];
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(rows[i] + offset);
+  for (int i = 0; i < 16; ++i) r[i] = (__m512)(load_int(rows[i] + offset) ^ flip);
   for (int i = 0; i < 16; i += 4) {
     __m512 a = _mm512_unpacklo_ps(r[i], r[i + 1]), b = _mm512_unpackhi_ps(r[i], r[i + 1]);
     __m512 c = _mm512_unpacklo_ps(r[i + 2], r[i + 3]), d = _mm512_unpackhi_ps(r[i + 2], r[i + 3]);
@@ -334,7 +398,7 @@ PM_INLINE void transpose(const float* const* rows, int64_t offset, float* out, i
   }
 #elif defined(PM_ISA_AVX2)
   __m256 r[8], t[8];
-  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(rows[i] + offset);
+  for (int i = 0; i < 8; ++i) r[i] = (__m256)(load_int(rows[i] + offset) ^ flip);
   for (int i = 0; i < 8; i += 4) {
     __m256 a = _mm256_unpacklo_ps(r[i], r[i + 1]), b = _mm256_unpackhi_ps(r[i], r[i + 1]);
     __m256 c = _mm256_unpacklo_ps(r[i + 2], r[i + 3]), d = _mm256_unpackhi_ps(r[i + 2], r[i + 3]);
@@ -350,7 +414,8 @@ PM_INLINE void transpose(const float* const* rows, int64_t offset, float* out, i
 #elif defined(PM_ISA_NEON)
   float64x2_t r[4];  // of rows 0 and 1: columns 0 and 2, then 1 and 3; the same of rows 2 and 3
   for (int i = 0; i < 4; i += 2) {
-    const float32x4_t a = vld1q_f32(rows[i] + offset), b = vld1q_f32(rows[i + 1] + offset);
+    const float32x4_t a = (float32x4_t)(load_int(rows[i] + offset) ^ flip);
+    const float32x4_t b = (float32x4_t)(load_int(rows[i + 1] + offset) ^ flip);
     r[i] = vreinterpretq_f64_f32(vtrn1q_f32(a, b));
     r[i + 1] = vreinterpretq_f64_f32(vtrn2q_f32(a, b));
   }
@@ -359,8 +424,10 @@ PM_INLINE void transpose(const float* const* rows, int64_t offset, float* out, i
     vst1q_f32(out + (j + 2) * stride, vreinterpretq_f32_f64(vtrn2q_f64(r[j], r[j + 2])));
   }
 #else
-  for (int j = 0; j < W; ++j)
-    for (int i = 0; i < W; ++i) out[j * stride + i] = rows[i][offset + j];
+  for (int i = 0; i < W; ++i) {
+    const F row = (F)(load_int(rows[i] + offset) ^ flip);
+    for (int j = 0; j < W; ++j) out[j * stride + i] = row[j];
+  }
 #endif
 }
 

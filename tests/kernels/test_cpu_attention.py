@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.cpu import build, ops
+from palmette.kernels.cpu.kv_pool import HostKVPool
+from palmette.kernels.kv_dtype import KV_DTYPES, KVDtype
 
 POOL_TOKENS = 2048
 LENGTHS = ((1, 1), (570, 1), (63, 2), (64, 64), (700, 37), (129, 129))  # (tokens, of them new)
@@ -83,18 +86,16 @@ def run(
     chunk: int = 1000,
     order: Sequence[int] | None = None,
     seed: int = 0,
+    dtype: KVDtype = "fp32",
 ) -> np.ndarray:
     """The rows of all sequences in order, computed in chunks; unused slots hold NaN."""
     tensors = case.tensors()
     order = order if order is not None else range(len(tensors))
     free = list(np.random.default_rng(seed).permutation(POOL_TOKENS // page_size))
-    shape = (POOL_TOKENS // page_size, page_size, case.groups, case.dim)
-    k_pages, v_pages = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+    kv = pool_of(case, page_size, dtype)
     pages = [[free.pop() for _ in range(-(-len(k) // page_size))] for _, k, _ in tensors]
     for (_, k, v), ids in zip(tensors, pages, strict=True):
-        slots = (np.array(ids)[:, None] * page_size + np.arange(page_size)).ravel()[: len(k)]
-        k_pages.reshape(-1, case.groups, case.dim)[slots] = k
-        v_pages.reshape(-1, case.groups, case.dim)[slots] = v
+        pool.kv_write(batch_of([len(k)], [len(k) - 1], [ids], page_size), k, v, kv)
     results: list[list[np.ndarray]] = [[] for _ in tensors]
     for start in range(0, max(len(q) for q, _, _ in tensors), chunk):
         members = [b for b in order if start < len(tensors[b][0])]
@@ -105,13 +106,26 @@ def run(
         ]
         used = [pages[b][: last // page_size + 1] for b, last in zip(members, lasts, strict=True)]
         q = np.concatenate([tensors[b][0][start : start + chunk] for b in members])
-        out = pool.attention(
-            batch_of(counts, lasts, used, page_size), q, k_pages, v_pages, window=case.window
-        )
+        out = pool.attention(batch_of(counts, lasts, used, page_size), q, kv, window=case.window)
         bounds = np.cumsum(counts)[:-1]
         for b, part in zip(members, np.split(out, bounds), strict=True):
             results[b].append(part)
     return np.concatenate([part for parts in results for part in parts])
+
+
+def pool_of(
+    case: Case, page_size: int, dtype: KVDtype, num_tokens: int = POOL_TOKENS
+) -> HostKVPool:
+    kv = HostKVPool(
+        num_layers=1,
+        num_pages=num_tokens // page_size,
+        page_size=page_size,
+        num_kv_heads=case.groups,
+        head_dim=case.dim,
+        dtype=dtype,
+    )
+    kv.data[:] = 0xFF  # NaN in every dtype
+    return kv
 
 
 def batch_of(
@@ -123,7 +137,13 @@ def batch_of(
     return ForwardBatch(
         token_ids=np.zeros(sum(counts), np.int32),
         positions=positions.astype(np.int32),
-        kv_slots=np.zeros(sum(counts), np.int32),
+        kv_slots=np.concatenate(
+            [
+                np.array(ids)[np.arange(last - n + 1, last + 1) // page_size] * page_size
+                + np.arange(last - n + 1, last + 1) % page_size
+                for n, last, ids in zip(counts, lasts, pages, strict=True)
+            ]
+        ).astype(np.int32),
         qo_indptr=np.cumsum([0, *counts], dtype=np.int32),
         kv_indptr=np.cumsum([0, *map(len, pages)], dtype=np.int32),
         kv_page_ids=np.concatenate([np.array(ids, np.int32) for ids in pages]),
@@ -137,37 +157,75 @@ def test_attention_equals_float64(pool: ops.Pool, case: Case) -> None:
     np.testing.assert_allclose(run(pool, case), expected_rows(case), rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),  # of the RMS error, where values are of the order of 1
+    [("bf16", 4e-3), ("fp16", 5e-4), ("int8", 1e-2)],
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_bits_do_not_depend_on_the_arrangement(pool: ops.Pool, case: Case) -> None:
-    whole = run(pool, case)
-    for page_size in (1, 64):
-        np.testing.assert_array_equal(run(pool, case, page_size=page_size, seed=9), whole)
-    for chunk in (1, 7, 32):
-        np.testing.assert_array_equal(run(pool, case, chunk=chunk, seed=chunk), whole)
-    np.testing.assert_array_equal(run(pool, case, order=[3, 5, 0, 4, 2, 1]), whole)
+def test_narrow_pools_are_close_to_float64(
+    pool: ops.Pool, case: Case, dtype: KVDtype, tolerance: float
+) -> None:
+    error = run(pool, case, dtype=dtype) - expected_rows(case)
+    assert 0 < np.sqrt(np.square(error).mean()) < tolerance
 
 
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, dtype) for case in CASES for dtype in ("fp32", "int8")]
+    + [(CASES[4], "bf16"), (CASES[6], "fp16")],
+    ids=str,
+)
+def test_bits_do_not_depend_on_the_arrangement(pool: ops.Pool, case: Case, dtype: KVDtype) -> None:
+    whole = run(pool, case, dtype=dtype)
+    ways: list[dict[str, Any]] = [
+        dict(page_size=1, seed=9),
+        dict(page_size=64, chunk=32),
+        dict(chunk=1, seed=1),
+        dict(chunk=7, order=[3, 5, 0, 4, 2, 1]),
+    ]
+    for way in ways:
+        np.testing.assert_array_equal(run(pool, case, dtype=dtype, **way), whole)
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("case", CASES[1:3], ids=str)
-def test_bits_do_not_depend_on_threads_or_company(pool: ops.Pool, case: Case) -> None:
-    whole = run(pool, case)
+def test_bits_do_not_depend_on_threads_or_company(
+    pool: ops.Pool, case: Case, dtype: KVDtype
+) -> None:
+    whole = run(pool, case, dtype=dtype)
     single = ops.Pool(1, instruction_set=pool.library.instruction_set)
-    np.testing.assert_array_equal(run(single, case), whole)
+    np.testing.assert_array_equal(run(single, case, dtype=dtype), whole)
     single.close()
     for first in range(len(LENGTHS)):
-        alone = run(pool, case, order=[first])
+        alone = run(pool, case, order=[first], dtype=dtype)
         start = sum(new for _, new in LENGTHS[:first])
         np.testing.assert_array_equal(alone, whole[start : start + LENGTHS[first][1]])
 
 
-def test_a_nan_score_is_not_hidden(pool: ops.Pool) -> None:
-    case = Case(heads=1, groups=1, dim=16)
-    (q, k, v), *_ = Case(heads=1, groups=1, dim=16, lengths=((40, 1),)).tensors()
-    k[7] = np.nan
-    batch = batch_of([1], [39], [[0, 1, 2]], 16)
-    shape = (3, 16, case.groups, case.dim)
-    k_pages, v_pages = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    k_pages.reshape(48, 1, 16)[:40], v_pages.reshape(48, 1, 16)[:40] = k, v
-    assert np.isnan(pool.attention(batch, q, k_pages, v_pages)).all()
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_shows_and_harms_no_other_row(
+    pool: ops.Pool, dtype: KVDtype, where: str, value: float
+) -> None:
+    case = Case(heads=2, groups=1, dim=16, lengths=((40, 1), (40, 1)))
+    rows = [tensor.copy() for tensor in case.tensors()[0]]
+    batch, both = (
+        batch_of([1], [39], [[0, 1, 2]], 16),
+        batch_of([1, 1], [39, 5], [[0, 1, 2], [0]], 16),
+    )
+    written = batch_of([40], [39], [[0, 1, 2]], 16)
+    q, k, v = rows
+    kv = pool_of(case, 16, dtype, 48)
+    pool.kv_write(written, k, v, kv)
+    clean = pool.attention(both, np.concatenate((q, q)), kv)
+    assert np.isfinite(clean).all()
+    {"q": q, "k": k, "v": v}[where][0 if where == "q" else 7] = value
+    pool.kv_write(written, k, v, kv)
+    assert not np.isfinite(pool.attention(batch, q, kv)).any()
+    # the other row sees the positions 0 .. 5 only
+    q = np.concatenate((q, case.tensors()[0][0]))
+    np.testing.assert_array_equal(pool.attention(both, q, kv)[1], clean[1])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from palmette.kernels.cpu import build, ops
 from palmette.kernels.cpu.kv_pool import HostKVPool
+from palmette.kernels.kv_dtype import KVDtype
 
 
 def function_returning(value: int) -> str:
@@ -146,10 +147,17 @@ def test_a_forked_child_gets_an_error_instead_of_hanging() -> None:
     POOLS.pop().close()
 
 
-def test_kv_pages_are_copied_and_carried() -> None:
-    pool = HostKVPool(num_layers=2, num_pages=6, page_size=4, num_kv_heads=3, head_dim=8)
-    assert (pool.num_pages, pool.page_size, pool.page_bytes) == (6, 4, 2 * 2 * 4 * 3 * 8 * 4)
-    pool.data[:] = np.random.default_rng(0).standard_normal(pool.data.shape)
+@pytest.mark.parametrize(
+    ("dtype", "head_bytes"), [("fp32", 32), ("bf16", 16), ("fp16", 16), ("int8", 12)]
+)
+def test_kv_pages_are_copied_and_carried(dtype: KVDtype, head_bytes: int) -> None:
+    pool = HostKVPool(
+        num_layers=2, num_pages=6, page_size=4, num_kv_heads=3, head_dim=8, dtype=dtype
+    )
+    assert (pool.num_pages, pool.page_size) == (6, 4)
+    assert pool.page_bytes == 2 * 2 * 4 * 3 * head_bytes
+    assert pool.data.ctypes.data % 64 == 0
+    pool.data[:] = np.random.default_rng(0).integers(0, 256, pool.data.shape)
     before = pool.data.copy()
     pool.copy([0, 1], [1, 5])
     np.testing.assert_array_equal(pool.data[:, :, [1, 5]], before[:, :, [0, 1]])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from palmette.kernels.kv_dtype import KV_DTYPES
 from palmette.runtime.cpu_runner import CpuRunner
 from palmette.runtime.torch_runner import TorchRunner
 from palmette.runtime.weights import open_checkpoint
@@ -96,11 +97,61 @@ def test_narrow_weights_are_close_to_float32_and_invariant(
 ) -> None:
     path = tiny_models.gguf("wide", kind)
     expected = model_driver(runner_of(path, weights="fp32")).step({"a": LONG})["a"]
-    whole = model_driver(runner_of(path, weights=weights, threads=2)).step({"a": LONG})["a"]
+    whole = model_driver(runner_of(path, weights=weights, kv_dtype="fp32")).step({"a": LONG})["a"]
     assert np.abs(whole - expected).mean() < tolerance * expected.std()
-    driver = model_driver(runner_of(path, weights=weights, threads=1, page_size=4), seed=2)
+    options = dict(weights=weights, kv_dtype="fp32", threads=1, page_size=4)
+    driver = model_driver(runner_of(path, **options), seed=2)
     parts = [driver.step({"a": LONG[i : i + 9], "b": [i]})["a"] for i in range(0, 200, 9)]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "tolerance"),  # RMS error, in standard deviations of the logits
+    [("bf16", 0.02), ("fp16", 0.003), ("int8", 0.06)],
+)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+def test_a_narrow_kv_pool_is_close_to_float32_and_invariant(
+    name: str, kv_dtype: str, tolerance: float, tiny_models: Any, model_driver: Any
+) -> None:
+    path = tiny_models.directory(name)
+    expected = model_driver(runner_of(path, kv_dtype="fp32")).step({"a": LONG})["a"]
+    whole = model_driver(runner_of(path, kv_dtype=kv_dtype, threads=2)).step({"a": LONG})["a"]
+    error = np.sqrt(np.square(whole - expected).mean())
+    assert 0 < error < tolerance * expected.std()
+    for page_size, chunk in ((1, 32), (16, 1), (64, 7), (128, 150)):
+        runner = runner_of(path, kv_dtype=kv_dtype, page_size=page_size, threads=1)
+        driver = model_driver(runner, seed=chunk)
+        parts = [
+            driver.step({"a": LONG[i : i + chunk], "b": [i]})["a"]
+            for i in range(0, len(LONG), chunk)
+        ]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "kv_dtype"),
+    [
+        ("f32", "fp32", "fp32"),
+        ("f32", "bf16", "bf16"),
+        ("bf16", "stored", "bf16"),
+        ("f16", "stored", "fp16"),
+        ("q8_0", "stored", "fp32"),
+        ("q8_0", "auto", "int8"),
+        ("f16", "auto", "fp16"),
+        ("q8_0", "int8", "int8"),
+        ("q4_1", "int4", "int8"),
+        ("q6_k", "int8", "int8"),
+    ],
+)
+def test_kv_follows_the_weights(kind: str, weights: str, kv_dtype: str, tiny_models: Any) -> None:
+    runner = runner_of(tiny_models.gguf("wide", kind), weights=weights)
+    assert runner.pool.dtype == kv_dtype
+    runner.close()
+
+
+def test_an_unknown_kv_dtype_is_refused(tiny_models: Any) -> None:
+    with pytest.raises(ValueError, match="kv_dtype: 'int4' is not supported; use auto or one of"):
+        runner_of(tiny_models.directory("llama"), kv_dtype="int4")
 
 
 def test_int4_needs_a_4_bit_checkpoint(tiny_models: Any) -> None:
@@ -136,11 +187,12 @@ def test_bits_do_not_depend_on_the_other_rows(
         np.testing.assert_array_equal(step["a"][0], alone[0])
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 def test_sequences_that_share_a_prefix_keep_their_bits(
-    name: str, tiny_models: Any, model_driver: Any
+    name: str, kv_dtype: str, tiny_models: Any, model_driver: Any
 ) -> None:
-    runner = runner_of(tiny_models.directory(name), threads=1)
+    runner = runner_of(tiny_models.directory(name), threads=1, kv_dtype=kv_dtype)
     shared = {f"{i}": n for i, n in enumerate((192, 64, 192, 128, 16, 144, 0, 192, 128, 80))}
     suffixes = {key: [int(key) + 3] * (1 + int(key) % 3) for key in shared}
     expected = {
@@ -161,7 +213,7 @@ def test_a_row_may_read_what_another_row_of_its_step_writes(
 ) -> None:
     runner = runner_of(tiny_models.directory(name))
     alone = model_driver(runner).step({"a": PROMPT})["a"]
-    runner.pool.data[:] = np.nan
+    runner.pool.data[:] = 0xFF  # NaN
     driver = model_driver(runner)
     prefix = driver.batch({"prefix": PROMPT[:32]})
     driver.share("suffix", "prefix", 32)
@@ -239,13 +291,16 @@ def test_a_position_beyond_the_context_is_refused(tiny_models: Any, model_driver
         model_driver(runner).step({"a": [5] * 257})
 
 
-def test_nan_in_one_sequence_stays_there(tiny_models: Any, model_driver: Any) -> None:
-    runner = runner_of(tiny_models.directory("llama"))
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_nan_in_one_sequence_stays_there(
+    kv_dtype: str, tiny_models: Any, model_driver: Any
+) -> None:
+    runner = runner_of(tiny_models.directory("llama"), kv_dtype=kv_dtype)
     driver = model_driver(runner)
     driver.step({"a": PROMPT[:20], "b": PROMPT[:20]})
     expected = driver.step({"a": [5]})["a"]
     driver.tokens["a"].pop()
-    runner.pool.data[:, :, driver.pages["b"]] = np.nan
+    runner.pool.data[:, :, driver.pages["b"]] = 0xFF  # NaN in every dtype
     logits = driver.step({"a": [5], "b": [5]})
     np.testing.assert_array_equal(logits["a"], expected)
     assert np.isnan(logits["b"]).all()

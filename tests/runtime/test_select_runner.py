@@ -58,6 +58,8 @@ def test_torch_where_triton_is_not(machine: pytest.MonkeyPatch) -> None:
             "bits of flashinfer depend",
         ),
         ({"weights": "int4"}, ("torch", "triton"), "'int4' is not supported on cuda"),
+        ({"kv_dtype": "int8"}, ("torch", "triton"), "keep K and V as the weights, bf16, not int8"),
+        ({"kv_dtype": "int8", "runner": "torch"}, ("torch",), "'int8' is not supported by torch"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
