@@ -83,6 +83,10 @@ class Forest:
         """Tokens of whole ready pages in the tree."""
         return self._claims.num_cached_pages * self.page_size
 
+    @property
+    def num_pinned_pages(self) -> int:
+        return self._pins.num_pages
+
     def match(self, ids: Sequence[int], namespace: Namespace = ()) -> int:
         """How many tokens `acquire` would find now. Changes nothing, use times included."""
         root = self._roots.get(namespace)

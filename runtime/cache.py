@@ -27,6 +27,7 @@ class CacheStats(TypedDict):
     evicted_tokens: int
     host_pages: int
     disk_pages: int
+    pinned_pages: int
     corrupt_pages: int
     dropped_pages: int
 
@@ -113,6 +114,7 @@ class PrefixCache:
             "evicted_tokens": self.tree.counts.evicted_tokens,
             "host_pages": 0 if host is None else host.num_pages,
             "disk_pages": 0 if disk is None else disk.num_pages,
+            "pinned_pages": self.tree.num_pinned_pages,
             "corrupt_pages": 0 if disk is None else disk.num_corrupt,
             "dropped_pages": 0 if disk is None else disk.num_dropped,
         }

@@ -46,6 +46,7 @@ class EngineStats:
     forced_tokens: int = 0
     misses: dict[str, int] = field(default_factory=dict)  # requests by Usage.miss_reason
     evicted_tokens: int = 0  # from the device
+    pinned_pages: int = 0  # gauge
     host_pages: int = 0  # gauge
     disk_pages: int = 0  # gauge
     corrupt_pages: int = 0  # found damaged on disk, and computed instead

@@ -23,7 +23,6 @@ from palmette.runtime.request import (
     FinishReason,
     LogprobOptions,
     Output,
-    ReuseHint,
     TokenLogprob,
 )
 
@@ -36,6 +35,7 @@ from .limits import (
     GENERATE_NAMES,
     Plan,
     TokenIds,
+    cache_hint,
     check_num_choices,
     check_priority,
     check_program,
@@ -163,7 +163,7 @@ def _plans(
                 tenant=owner.name,
                 program=program,
                 deadline_s=context.config.request_timeout_s,
-                hint=ReuseHint(pin_s=body.cache_pin_s, ttl_s=body.cache_ttl_s),
+                hint=cache_hint(body),
             )
         )
     return plans

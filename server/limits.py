@@ -30,6 +30,7 @@ from .errors import ApiError, from_request_error, invalid
 from .schemas import (
     ChatBody,
     CompletionBody,
+    GenerateBody,
     JsonSchemaFormat,
     OpenAIBody,
     SamplingBody,
@@ -43,7 +44,11 @@ _RID = re.compile(r"[\x21-\x7e]+")
 MAX_PRIORITY = 2**31 - 1
 
 # our field -> the route's
-_HINT_NAMES = {"pin_s": "cache_pin_s", "ttl_s": "cache_ttl_s"}
+_HINT_NAMES = {
+    "pin_s": "cache_pin_s",
+    "ttl_s": "cache_ttl_s",
+    "future_uses": "cache_future_uses",
+}
 PIN_NAMES = {"pin_s": "ttl_s"}
 COMPLETION_NAMES = _HINT_NAMES | {
     "max_new_tokens": "max_tokens",
@@ -181,6 +186,13 @@ def check_priority(value: int) -> int:
             f"priority: {value} is out of range; it must be within +-{MAX_PRIORITY}", "priority"
         )
     return value
+
+
+def cache_hint(body: OpenAIBody | GenerateBody) -> ReuseHint:
+    """What a client knows about the future of its prompt; ranges: `check_request`."""
+    return ReuseHint(
+        pin_s=body.cache_pin_s, ttl_s=body.cache_ttl_s, future_uses=body.cache_future_uses
+    )
 
 
 def token_ids(value: Sequence[object], name: str) -> TokenIds:

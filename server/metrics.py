@@ -23,6 +23,7 @@ _GAUGES = {
     "swapped": ("requests_swapped", "Preempted requests whose pages wait on the host."),
     "swapped_bytes": ("swapped_bytes", "Host memory of their pages."),
     "step_time_error": ("step_time_error", "Mean relative error of predicted step times."),
+    "pinned_pages": ("cache_pinned_pages", "Pages of the KV pool that pins hold."),
     "host_pages": ("cache_host_pages", "Pages in host memory below the KV pool."),
     "disk_pages": ("cache_disk_pages", "Pages on disk below the KV pool."),
     "last_step_s": ("last_step_seconds", "Duration of the newest step."),

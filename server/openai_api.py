@@ -7,8 +7,6 @@ import dataclasses
 from starlette.requests import Request
 from starlette.responses import Response
 
-from palmette.runtime.request import ReuseHint
-
 from .auth import Owner
 from .calls import Call
 from .context import ServerContext, context_of, read_struct
@@ -18,6 +16,7 @@ from .limits import (
     COMPLETION_NAMES,
     Plan,
     TokenIds,
+    cache_hint,
     chat_logprobs,
     check_model,
     check_num_choices,
@@ -69,7 +68,7 @@ async def chat_completions(request: Request) -> Response:
         tenant=owner.name,
         program=check_program(body.program, context.config.max_rid_length),
         deadline_s=context.config.request_timeout_s,
-        hint=ReuseHint(pin_s=body.cache_pin_s, ttl_s=body.cache_ttl_s),
+        hint=cache_hint(body),
     )
     if body.continue_final_message:
         raise invalid("continue_final_message: is not supported", "continue_final_message")
@@ -114,7 +113,7 @@ async def completions(request: Request) -> Response:
         tenant=owner.name,
         program=check_program(body.program, context.config.max_rid_length),
         deadline_s=context.config.request_timeout_s,
-        hint=ReuseHint(pin_s=body.cache_pin_s, ttl_s=body.cache_ttl_s),
+        hint=cache_hint(body),
     )
     prompts: list[TokenIds] = []
     for item in items:

@@ -61,6 +61,7 @@ class OpenAIBody(msgspec.Struct, kw_only=True, frozen=True):
     cache_salt: str = ""
     cache_pin_s: float | None = None
     cache_ttl_s: float | None = None
+    cache_future_uses: int = 0
     priority: int = 0
     program: str = ""
     rid: str | None = None
@@ -167,6 +168,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     cache_salt: str = ""
     cache_pin_s: float | None = None
     cache_ttl_s: float | None = None
+    cache_future_uses: int = 0
     # refused when given, because the answer would silently be another one
     image_data: Any = None
     video_data: Any = None

@@ -74,3 +74,19 @@ def test_a_killed_server_starts_warm(start_server: StartServer, tmp_path: Path) 
     page = second.client.get("/metrics").text
     assert f"palmette_disk_tokens_total {details['disk']}" in page
     assert 'palmette_cache_misses_total{reason="page_rounding"}' in page
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("cache_pin_s", 0), ("cache_ttl_s", -1.5), ("cache_future_uses", -1)],
+)
+def test_hints_out_of_range_are_400_by_their_name(
+    server: RunningServer, field: str, value: float
+) -> None:
+    for answer in (
+        server.complete(prompt="x", max_tokens=1, **{field: value}),
+        server.post("/generate", {"text": "x", field: value}),
+    ):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field)
+        assert str(value) in error["message"]
