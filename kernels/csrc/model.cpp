@@ -430,8 +430,8 @@ int pm_model_forward(PmModel* model, const PmBatch* batch, const PmKv* kv, float
                   {}};
     step.last.choose(*batch);
     if (step.last.is_fewer && batch->num_sampled)
-      step.last.plan.emplace(&step.last.batch, shape.num_heads, shape.num_kv_heads,
-                             shape.head_dim, page_size, shape.sliding_window, threads);
+      step.last.plan.emplace(&step.last.batch, shape.num_heads, layout, shape.sliding_window,
+                             threads);
     pm::lay_out(&step);
     model->pool->team.run(pm::run_member, &step);
   } catch (const std::bad_alloc&) {
