@@ -1,6 +1,6 @@
 """Floor 3: the language of multi-call programs, and how they become requests.
 
-May import every floor below it; never torch, starlette or the server.
+May import every floor below it; never torch, fastapi or the server.
 
 Public: the names of `api`, re-exported by `import palmette`.
 """

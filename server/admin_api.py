@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from palmette.runtime.metrics import EngineStats
 from palmette.runtime.request import EngineInfo, SamplingParams
@@ -18,10 +17,9 @@ from .messages import check_messages, check_template_options, check_tools
 from .openapi import document
 from .remote_engine import EngineUnavailable
 from .respond import JsonBody
-from .routes import Routes
 from .schemas import AbortBody, DetokenizeBody, TokenizeBody
 
-router = Routes()
+router = APIRouter()
 
 _MAX_TEXTS = 128
 
@@ -35,8 +33,7 @@ async def models(request: Request) -> Response:
 
 
 @router.get("/v1/models/{name:path}")
-async def model(request: Request) -> Response:
-    name: str = request.path_params["name"]
+async def model(request: Request, name: str) -> Response:
     context = context_of(request)
     check_model(name or "/", context.info)
     return JsonBody(_model(context))
@@ -118,7 +115,7 @@ def _model(context: ServerContext) -> dict[str, object]:
 
 
 @router.get("/openapi.json")
-async def openapi(request: Request) -> Response:
+async def openapi() -> Response:
     return JsonBody(document())
 
 
@@ -206,7 +203,7 @@ async def abort_request(request: Request) -> Response:
     return JsonBody({"aborted": context.calls.abort(owner.name, rid)})
 
 
-@router.add("/flush_cache", methods=["GET", "POST"])
+@router.api_route("/flush_cache", methods=["GET", "POST"])
 @router.post("/reset_prefix_cache")
 async def flush_cache(request: Request) -> Response:
     context = context_of(request)
@@ -217,14 +214,14 @@ async def flush_cache(request: Request) -> Response:
 
 
 @router.post("/concate_and_append_request")
-async def concate_and_append_request(request: Request) -> Response:
+async def concate_and_append_request() -> Response:
     """SGLang's frontend has the whole text already and sends it with its next request."""
     return JsonBody({"success": True})
 
 
-@router.add("/start_profile", methods=["GET", "POST"])
-@router.add("/stop_profile", methods=["GET", "POST"])
-async def profile(request: Request) -> Response:
+@router.api_route("/start_profile", methods=["GET", "POST"])
+@router.api_route("/stop_profile", methods=["GET", "POST"])
+async def profile() -> Response:
     """Accepted for benchmarks that call it; step timings are in /metrics at all times."""
     return JsonBody({"success": True, "message": "step timings are in /metrics"})
 

@@ -8,11 +8,9 @@ import secrets
 from collections.abc import MutableMapping
 from typing import Any, cast
 
-from starlette.applications import Starlette
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,7 +23,6 @@ from .errors import ApiError, internal, unavailable
 from .metrics import ServerMetrics
 from .remote_engine import AsyncEngine, EngineUnavailable
 from .respond import JsonBody
-from .routes import Declared, Endpoint, ExactRoute
 from .text_service import Codec, TextService
 
 log = logging.getLogger("palmette.server")
@@ -36,7 +33,7 @@ METRICS_PATH = "/metrics"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-def create_app(engine: AsyncEngine, config: ServerConfig, codec: Codec) -> Starlette:
+def create_app(engine: AsyncEngine, config: ServerConfig, codec: Codec) -> FastAPI:
     """The application for an engine that may still be loading; `codec` is its tokenizer."""
     calls = CallTable(engine, timeout_s=config.request_timeout_s)
     context = ServerContext(
@@ -48,40 +45,41 @@ def create_app(engine: AsyncEngine, config: ServerConfig, codec: Codec) -> Starl
         metrics=ServerMetrics(),
     )
     calls.on_close = lambda call: _observe(context.metrics, call)
-    routes = [
-        _route(declared, config)
-        for router in (openai_api.router, generate_api.router, admin_api.router, cache_api.router)
-        for declared in router.declared
-    ]
-    app = Starlette(
-        routes=routes,
-        middleware=[Middleware(Boundary, metrics=context.metrics)],
+    app = FastAPI(
+        title="Palmette",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,  # a route of our own, behind the key
+        redirect_slashes=False,
         exception_handlers={
             ApiError: _on_api_error,
             EngineUnavailable: _on_unavailable,
             HTTPException: _on_http_error,
         },
     )
-    app.router.redirect_slashes = False
     app.state.palmette = context
+    for router in (openai_api.router, generate_api.router, admin_api.router, cache_api.router):
+        for route in router.routes:
+            if isinstance(route, APIRoute):
+                _add_route(app, route, config)
+    app.add_middleware(Boundary, metrics=context.metrics)
     return app
 
 
-def _route(declared: Declared, config: ServerConfig) -> Route:
-    """A route behind the key, unless it is one of the few open ones."""
-    path, methods, endpoint = declared
-    is_open = path in OPEN_PATHS or (config.open_metrics and path == METRICS_PATH)
-    return ExactRoute(path, endpoint if is_open else _behind_key(endpoint), methods)
+def _add_route(app: FastAPI, route: APIRoute, config: ServerConfig) -> None:
+    """Put a route behind the key, unless it is one of the few open ones."""
+    is_open = route.path in OPEN_PATHS or (config.open_metrics and route.path == METRICS_PATH)
+    app.add_api_route(
+        route.path,
+        route.endpoint,
+        methods=sorted(route.methods or ()),
+        dependencies=[] if is_open else [Depends(require_key)],
+    )
 
 
-def _behind_key(endpoint: Endpoint) -> Endpoint:
-    """First the owner of the request, from its key: decided on nothing but the header."""
-
-    async def guarded(request: Request) -> Response:
-        request.state.owner = context_of(request).keys.owner(request.scope)
-        return await endpoint(request)
-
-    return guarded
+async def require_key(request: Request) -> None:
+    """The owner of the request, from its key; decides on nothing but the header."""
+    request.state.owner = context_of(request).keys.owner(request.scope)
 
 
 class Boundary:

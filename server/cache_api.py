@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from .context import ServerContext, context_of, read_struct
 from .errors import from_engine, invalid
 from .limits import PIN_NAMES, token_ids
 from .respond import JsonBody
-from .routes import Routes
 from .schemas import PinBody, UnpinBody
 from .transport import Pinned
 
-router = Routes()
+router = APIRouter()
 
 
 @router.post("/cache/pin")

@@ -78,7 +78,7 @@ def _begin_bar(name: str, stack: ExitStack) -> Progress:
 
 def serve(server: ServerConfig, config: EngineConfig, log_level: str) -> int:
     """Serve until a signal; prints where, and what was chosen."""
-    for package in ("starlette", "uvicorn"):
+    for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"the package {package!r} is missing; pip install 'palmette[serve]'")
     from .serve import bind

@@ -23,7 +23,7 @@ from palmette.runtime.runner import select_runner
 # extra -> the packages that it brings
 _EXTRAS = {
     "core": ("numpy", "msgspec", "tokenizers", "llguidance", "safetensors", "gguf"),
-    "serve": ("starlette", "uvicorn"),
+    "serve": ("fastapi", "uvicorn"),
     "outlines": ("outlines",),
     "torch": ("torch",),
     "cuda": ("triton", "flashinfer"),

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from palmette.constrained.spec import GrammarSpec
 from palmette.runtime.request import (
@@ -47,11 +46,10 @@ from .limits import (
 )
 from .openai_format import number
 from .respond import Chunk, json_response, stream_response
-from .routes import Routes
 from .schemas import GenerateBody, SamplingBody, to_struct
 from .text_service import TextService
 
-router = Routes()
+router = APIRouter()
 Value = TypeVar("Value")
 
 # Fields that would change the answer; what they ask for is not there, so they are not ignored.
@@ -69,7 +67,7 @@ _UNSUPPORTED = (
 )
 
 
-@router.add("/generate", methods=["POST", "PUT"])
+@router.api_route("/generate", methods=["POST", "PUT"])
 async def generate(request: Request) -> Response:
     context, owner = context_of(request), request.state.owner
     body = await read_struct(request, GenerateBody, strict_fields=False)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from .auth import Owner
 from .calls import Call
@@ -33,11 +32,10 @@ from .limits import (
 from .messages import check_messages, check_template_options, check_tools
 from .openai_answers import ChatFormat, CompletionFormat
 from .respond import OutputFormat, json_response, stream_response
-from .routes import Routes
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .tools import tool_mode
 
-router = Routes()
+router = APIRouter()
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 

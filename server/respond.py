@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from starlette.responses import Response
+from fastapi import Response
 
 from palmette.runtime.request import Output
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from types import FrameType
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from uvicorn import Config, Server
 
 from .bounded_http import bounded_protocol
@@ -27,7 +27,7 @@ _CLOSE_S = 2  # for connections to close after the drain
 class DrainingServer(Server):
     """Serves one application made by `create_app`."""
 
-    def __init__(self, app: Starlette, config: ServerConfig):
+    def __init__(self, app: FastAPI, config: ServerConfig):
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Boundary` logs failures
         super().__init__(
             Config(

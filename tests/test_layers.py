@@ -23,7 +23,7 @@ HEAVY = {
     ),
     "triton": ("kernels/cuda/",),
     "flashinfer": ("kernels/cuda/",),
-    "starlette": ("server/",),
+    "fastapi": ("server/",),
     "uvicorn": ("server/",),
 }
 
@@ -74,7 +74,7 @@ def test_imports_only_go_down() -> None:
         ("constrained/x.py", "def f():\n    from palmette.lang import api"),
         ("lang/x.py", "import torch"),
         ("runtime/engine.py", "import torch.nn"),
-        ("runtime/x.py", "import starlette"),
+        ("runtime/x.py", "import fastapi"),
     ],
 )
 def test_a_planted_violation_is_found(path: str, source: str) -> None:
@@ -105,7 +105,7 @@ def test_upper_floors_import_without_torch() -> None:
 
 def test_import_palmette_loads_neither_torch_nor_the_server() -> None:
     program = (
-        "import sys, palmette; heavy = {'torch', 'starlette', 'uvicorn', 'pydantic', 'tokenizers', "
+        "import sys, palmette; heavy = {'torch', 'fastapi', 'uvicorn', 'pydantic', 'tokenizers', "
         "'outlines', 'httpx'} & set(sys.modules); sys.exit(repr(heavy) if heavy else 0)"
     )
     done = subprocess.run(

@@ -12,6 +12,7 @@ import palmette as pm
 
 HEAVY = (
     "torch",
+    "fastapi",
     "starlette",
     "pydantic",
     "tokenizers",

@@ -172,8 +172,8 @@ def test_tables_fold_and_lose_nothing(
 
 def test_hints_quote_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda package: None)
-    assert doctor._extra("serve", ("starlette",))[1] == (
-        "missing: starlette (pip install 'palmette[serve]')"
+    assert doctor._extra("serve", ("fastapi",))[1] == (
+        "missing: fastapi (pip install 'palmette[serve]')"
     )
 
 
@@ -246,7 +246,7 @@ def test_a_programs_own_error_has_its_own_traceback(
 def test_the_command_line_is_light() -> None:
     code = (
         "import sys, palmette.server.__main__ as m; m._parser();"
-        "print([n for n in ('torch', 'starlette', 'uvicorn', 'numpy') if n in sys.modules])"
+        "print([n for n in ('torch', 'fastapi', 'uvicorn', 'numpy') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
