@@ -5,9 +5,10 @@
 
 Prints one JSON line. For each static chunk, and for each target as a multiple of the idle time
 between tokens: the longest and the 99th percentile of the milliseconds between two tokens of a
-stream while the prompt is read, their mean (TPOT), the prompt's time to first token, and the
-tokens per second of prompt and streams together. With --cpu-time all of that is in CPU seconds of
-one thread: comparable among its lines even where other processes use the machine.
+stream while the prompt is read, the streams' time per token (TPOT) from their first one on, the
+prompt's time to first token, and the tokens per second of prompt and streams together. With
+--cpu-time all of that is in CPU seconds of one thread: comparable among its lines even where other
+processes use the machine.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from palmette.runtime.engine import Engine
 from palmette.runtime.request import Request, SamplingParams
 
 
-def streams(engine: Engine, count: int) -> None:
-    """Start `count` sequences and let them decode for a while."""
+def streams(engine: Engine, clock: Callable[[], float], count: int) -> list[float]:
+    """Start `count` sequences and let them decode for a while; milliseconds of the steps."""
     rng = random.Random(1)
     sampling = SamplingParams(max_new_tokens=2000, temperature=0.0, ignore_eos=True)
     engine.submit(
@@ -40,8 +41,9 @@ def streams(engine: Engine, count: int) -> None:
             for i in range(count)
         ]
     )
-    for _ in range(24):
+    while engine.stats().generated_tokens < count:
         engine.step()
+    return times_until(engine, clock, None, steps=24)
 
 
 def times_until(
@@ -69,7 +71,7 @@ def measure(args: argparse.Namespace, num_streams: int, **scheduler: object) -> 
     clock = process_time if args.cpu_time else perf_counter
     engine = Engine.load(config)
     engine._clock = clock
-    streams(engine, num_streams)
+    before = streams(engine, clock, num_streams)
     idle = times_until(engine, clock, None, steps=40)
     rng = random.Random(2)
     prompt = tuple(rng.randrange(100, 5000) for _ in range(args.prompt))
@@ -84,7 +86,7 @@ def measure(args: argparse.Namespace, num_streams: int, **scheduler: object) -> 
         "idle_ms": round(statistics.median(idle), 2),
         "max_itl_ms": round(max(times), 1),
         "p99_itl_ms": round(float(np.percentile(times, 99)), 1),
-        "tpot_ms": round(statistics.fmean(times), 1),
+        "tpot_ms": round(statistics.fmean([*before, *idle, *times]), 1),
         "ttft_s": round(spent, 2),
         "tokens_per_s": round((args.prompt + num_streams * len(times)) / spent, 1),
         "step_time_error": round(error, 3),
