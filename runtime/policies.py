@@ -69,6 +69,7 @@ class LongestMatch:
         self._trie = PromptTrie(tree.page_size)
         self._matches: dict[int, int] = {}  # by arrival: tokens
         self._heap: list[tuple[int, int, SequenceState]] = []  # (-match, arrival), may be stale
+        self._gone: list[tuple[SequenceState, int]] = []  # left, or admitted: matches to pass on
         self._checked: tuple[int, int] | None = None  # (arrival, cached tokens) at the last look
 
     def __len__(self) -> int:
@@ -80,10 +81,11 @@ class LongestMatch:
 
     def remove(self, sequence: SequenceState) -> None:
         self._trie.remove(sequence)
-        match = self._matches.pop(sequence.arrival)
-        self._pass_on(sequence, match)
+        self._gone.append((sequence, self._matches.pop(sequence.arrival)))
 
     def head(self) -> SequenceState:
+        while self._gone:
+            self._pass_on(*self._gone.pop())
         while True:
             negative, arrival, sequence = self._heap[0]
             if self._matches.get(arrival) != -negative:
@@ -100,7 +102,9 @@ class LongestMatch:
             self._offer(sequence, match)
 
     def admitted(self, sequence: SequenceState) -> None:
-        self._pass_on(sequence, sequence.num_tokens)
+        if self._gone and self._gone[-1][0] is sequence:
+            self._gone.pop()
+        self._gone.append((sequence, sequence.num_tokens))
 
     def ended(self, sequence: SequenceState) -> None:
         return None
