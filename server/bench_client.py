@@ -16,12 +16,14 @@ import msgspec
 
 from palmette.lang.sse import DONE, data_lines_async
 
+from .bench_http import Answer, HttpError, StreamClient
 from .config import UserError
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 Clock = Callable[[], float]
 
 _PROBE_TOKENS = 2
+_TIMEOUT_S = 600.0
 _SHOWN_CHARACTERS = 200  # of a server's error
 
 
@@ -87,6 +89,7 @@ class Endpoint:
     def __init__(
         self,
         client: httpx.AsyncClient,
+        streams: StreamClient,
         *,
         model: str,
         has_ignore_eos: bool,
@@ -97,6 +100,7 @@ class Endpoint:
         self.has_ignore_eos = has_ignore_eos
         self.has_stream_options = has_stream_options
         self._client = client
+        self._streams = streams
         self._clock = clock
 
     @classmethod
@@ -110,10 +114,14 @@ class Endpoint:
             name = model or await _first_model(client)
         except httpx.HTTPError as error:
             raise UserError(f"{client.base_url}: {error or type(error).__name__}") from error
+        headers = {k: v for k, v in client.headers.items() if k == "authorization"}
+        timeout_s = client.timeout.read or _TIMEOUT_S
+        streams = StreamClient(str(client.base_url), headers, timeout_s=timeout_s)
         timeline: Timeline | None = None
         for extras in ((True, True), (False, True), (True, False), (False, False)):
             endpoint = cls(
                 client,
+                streams,
                 model=name,
                 has_ignore_eos=extras[0],
                 has_stream_options=extras[1],
@@ -122,8 +130,13 @@ class Endpoint:
             timeline = await endpoint.complete("probe", "Once upon a time", _PROBE_TOKENS)
             if timeline.error is None:
                 return endpoint
+        await streams.close()
         assert timeline is not None
         raise UserError(f"{client.base_url}: {timeline.error}")
+
+    async def close(self) -> None:
+        """Let go of kept connections."""
+        await self._streams.close()
 
     async def flush(self) -> bool:
         """Empty the server's prefix cache where it has SGLang's /flush_cache; True when it did."""
@@ -177,15 +190,14 @@ class Endpoint:
             body["stream_options"] = {"include_usage": True}
         timeline = Timeline(call_id=call_id, sent_s=self._clock())
         try:
-            async with self._client.stream("POST", path, json=body) as response:
-                if not response.is_success:
-                    await response.aread()
-                    text = response.text[:_SHOWN_CHARACTERS]
-                    timeline.error = f"HTTP status {response.status_code}: {text}"
+            async with self._streams.post(path, msgspec.json.encode(body)) as answer:
+                if not 200 <= answer.status < 300:
+                    text = (await answer.text())[:_SHOWN_CHARACTERS]
+                    timeline.error = f"HTTP status {answer.status}: {text}"
                 else:
-                    await self._read(response, timeline, on_text)
-        except httpx.HTTPError as error:
-            timeline.error = f"{type(error).__name__}: {error}".rstrip(": ")
+                    await self._read(answer, timeline, on_text)
+        except HttpError as error:
+            timeline.error = str(error)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             timeline.error = f"an event that is not of OpenAI's shape: {error}"
         if timeline.end_s == 0.0:
@@ -193,12 +205,12 @@ class Endpoint:
         return timeline
 
     async def _read(
-        self, response: httpx.Response, timeline: Timeline, on_text: Callable[[], None] | None
+        self, answer: Answer, timeline: Timeline, on_text: Callable[[], None] | None
     ) -> None:
         pieces: list[str] = []
-        async for data in data_lines_async(response.aiter_bytes()):
+        async for data in data_lines_async(answer.body):
             if data == DONE:
-                break
+                continue  # to the end of the body: then the connection serves the next call
             event = _decode_event(data)
             if event.error is not None:
                 timeline.error = str(event.error)[:_SHOWN_CHARACTERS]

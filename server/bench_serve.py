@@ -161,6 +161,7 @@ class Bench:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
+        await self.endpoint.close()
         await self._client.aclose()
 
     @property

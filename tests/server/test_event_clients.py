@@ -61,6 +61,7 @@ def test_the_benchmark_client_reads_every_line_break(url: str) -> None:
         async with httpx.AsyncClient(base_url=url) as client:
             endpoint = await Endpoint.open(client, model=None, clock=lambda: 1.0)
             timeline = await endpoint.complete("x", "x", 3)
+            await endpoint.close()
             assert timeline.error is None
             return timeline.text
 
