@@ -74,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
     config = EngineConfig(
         model=options.model,
         weights=options.weights,
+        kv_dtype=options.kv_dtype,
         threads=options.threads,
         device="cpu",
         runner="native",
@@ -86,7 +87,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         limits = measure_limits(pool)
         header = (
-            f"{config.model}, weights {config.weights}, {pool.num_threads} threads, "
+            f"{config.model}, weights {config.weights}, kv {config.kv_dtype}, "
+            f"{pool.num_threads} threads, "
             f"{pool.library.instruction_set}"
         )
         console.print(header, soft_wrap=True)

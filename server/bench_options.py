@@ -108,6 +108,7 @@ def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = EngineConfig()
     parser.add_argument("--model", default=defaults.model, help="default: %(default)s")
     parser.add_argument("--weights", default=defaults.weights, help="default: %(default)s")
+    parser.add_argument("--kv-dtype", default=defaults.kv_dtype, help="default: %(default)s")
     parser.add_argument("--threads", type=int, help="default: the cores this process may use")
     parser.add_argument("--quick", action="store_true", help="fewer points, some 10 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
