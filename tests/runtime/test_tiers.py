@@ -251,11 +251,14 @@ def prompts_of(vocab_size: int) -> list[list[int]]:
     return [[*head[: rng.randint(20, 150)], rng.randrange(vocab_size)] for _ in range(8)]
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("page_size", "kv_dtype"),
+    [(1, "fp32"), (16, "fp32"), (64, "fp32"), (16, "bf16"), (16, "int8"), (64, "int8")],
+)
 def test_bits_are_the_same_cold_evicted_and_restored(
-    tiny_files: Path, tmp_path: Path, page_size: int
+    tiny_files: Path, tmp_path: Path, page_size: int, kv_dtype: str
 ) -> None:
-    cold = load(tiny_files, None, page_size=page_size, kv_tokens=4096)
+    cold = load(tiny_files, None, page_size=page_size, kv_tokens=4096, kv_dtype=kv_dtype)
     prompts = prompts_of(cold.info.vocab_size)
     expected = []
     for ids in prompts:
@@ -268,6 +271,7 @@ def test_bits_are_the_same_cold_evicted_and_restored(
             tiny_files,
             tmp_path,
             page_size=page_size,
+            kv_dtype=kv_dtype,
             kv_tokens=256,
             host_cache_bytes=0 if visit == 1 else 10**6,
         )
@@ -280,15 +284,19 @@ def test_bits_are_the_same_cold_evicted_and_restored(
     assert restored > 0
 
 
-def test_other_weights_find_nothing(tiny_files: Path, tmp_path: Path) -> None:
-    first = load(tiny_files, tmp_path, kv_tokens=512, weights="fp32")
+@pytest.mark.parametrize("change", [{"weights": "bf16"}, {"kv_dtype": "bf16"}, {"page_size": 8}])
+def test_other_weights_and_layouts_find_nothing(
+    tiny_files: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    usual: dict[str, object] = {"kv_tokens": 512, "weights": "fp32", "kv_dtype": "fp32"}
+    first = load(tiny_files, tmp_path, **usual)
     prompts = prompts_of(first.info.vocab_size)
     serve(first, prompts)
     first.close()
-    other = load(tiny_files, tmp_path, kv_tokens=512, weights="bf16")
+    other = load(tiny_files, tmp_path, **(usual | change))
     assert serve(other, prompts[:1])[0][2].cached_tokens == 0
     other.close()
-    same = load(tiny_files, tmp_path, kv_tokens=512, weights="fp32")
+    same = load(tiny_files, tmp_path, **usual)
     assert serve(same, prompts[:1])[0][2].disk_tokens > 0
     same.close()
 
