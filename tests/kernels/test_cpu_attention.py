@@ -169,6 +169,60 @@ def test_narrow_pools_are_close_to_float64(
     assert 0 < np.sqrt(np.square(error).mean()) < tolerance
 
 
+def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of x as integers -127 .. 127, and their scales."""
+    largest = np.abs(x).max(axis=-1)
+    return np.rint(x * (np.float32(127) / largest)[..., None]), largest / np.float32(127)
+
+
+def coarse_exp(x: np.ndarray) -> np.ndarray:
+    """e^x as the int8 kernels compute it: a cubic polynomial between whole powers of two."""
+    y = x * np.log2(np.e)
+    whole = np.rint(y)
+    r = y - whole
+    cubic = 1 + r * (0.693282961845398 + r * (0.24221105873584747 + r * 0.05500897020101547))
+    return cubic * np.exp2(whole)
+
+
+def integer_rows(case: Case, limit: int) -> np.ndarray:
+    """The arithmetic of int8 pools in float64: q, K, V and weights rounded as the kernels do."""
+    rows = []
+    for q, k, v in case.tensors():
+        length, new = len(k), len(q)
+        (q_int, q_scale), (k_int, k_scale), (v_int, v_scale) = map(quantised, (q, k, v))
+        for row in range(new):
+            end = length - new + row + 1
+            start = max(0, end - case.window) if case.window else 0
+            for head in range(case.heads):
+                group = head // (case.heads // case.groups)
+                scores = k_int[start:end, group] @ q_int[row, head] * k_scale[start:end, group]
+                scores = scores.astype(np.float64) * q_scale[row, head] / case.dim**0.5
+                maximum, total, out = -np.inf, 0.0, np.zeros(case.dim)
+                for first in range(start // 64 * 64, end, 64):
+                    part = slice(max(first - start, 0), first + 64 - start)
+                    now = max(maximum, scores[part].max())
+                    p = coarse_exp(scores[part] - now)
+                    weights = p * v_scale[start:end, group][part]
+                    unit = weights.max() / limit
+                    integers = np.rint(weights / unit) @ v_int[start:end, group][part]
+                    keep = np.exp(maximum - now)
+                    total, out = total * keep + p.sum(), out * keep + integers * unit
+                    maximum = now
+                rows.append(out / total)
+    return np.array(rows).reshape(-1, case.heads, case.dim)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_int8_pools_compute_what_numpy_does(pool: ops.Pool, case: Case) -> None:
+    limit = 255 if pool.library.instruction_set in ("avx512", "avxvnni") else 127
+    error = np.abs(run(pool, case, dtype="int8") - integer_rows(case, limit))
+    assert np.median(error) < 1e-7
+    # now and then a weight next to a half is rounded the other way
+    assert (error < 1e-5).mean() > 0.9
+    assert (error < 1e-3).mean() > 0.995
+    assert error.max() < 4 / limit
+
+
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, dtype) for case in CASES for dtype in ("fp32", "int8")]
