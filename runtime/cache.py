@@ -10,8 +10,10 @@ from typing import TypedDict
 from palmette.constrained.vocabulary import Vocabulary
 from palmette.kernels.backend import KVPool
 from palmette.radix_cache.disk import DiskStore
+from palmette.radix_cache.ledger import Miss
 from palmette.radix_cache.node import TOKEN_BYTES
 from palmette.radix_cache.store import HostStore
+from palmette.radix_cache.tenants import tenant_of
 from palmette.radix_cache.tiers import PageTiers
 from palmette.radix_cache.tree import PinQuotaExceeded, RadixTree, Use
 
@@ -19,6 +21,14 @@ from .config import EngineConfig
 from .request import EngineInfo, Request, RequestError
 
 Namespace = tuple[str, ...]
+
+
+class MissFields(TypedDict, total=False):
+    """Of `Usage`."""
+
+    miss_reason: str | None
+    evicted_at: int | None
+    evicted_by: str | None
 
 
 class CacheStats(TypedDict):
@@ -207,3 +217,18 @@ def use_of(request: Request, *, now: float) -> Use:
         future_uses=hint.future_uses,
         expires_at=math.inf if hint.ttl_s is None else now + hint.ttl_s,
     )
+
+
+def told_miss(miss: Miss | None, namespace: Namespace) -> MissFields:
+    """What its sender is told of a miss: a request of another tenant is not named."""
+    if miss is None:
+        return {}
+    eviction = miss.eviction
+    if eviction is None:
+        return {"miss_reason": miss.reason}
+    is_own = eviction.tenant == tenant_of(namespace)
+    return {
+        "miss_reason": miss.reason,
+        "evicted_at": eviction.clock,
+        "evicted_by": (eviction.owner or None) if is_own else "another tenant",
+    }

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypedDict
 
 import numpy as np
 
@@ -26,9 +25,9 @@ from palmette.constrained.backend import CompiledGrammar, GrammarState
 from palmette.kernels.batch import Int32Array
 from palmette.kernels.sampling import Float32Array, RowSampling
 from palmette.radix_cache.ledger import Miss, MissReason
-from palmette.radix_cache.tenants import tenant_of
 from palmette.radix_cache.tree import Lease
 
+from .cache import told_miss
 from .constraint import Constraint
 from .delivery import Delivery
 from .request import Request, SamplingParams, Timing, TokenLogprob, Usage
@@ -42,14 +41,6 @@ class HeldToken:
     token_id: int
     logprob: TokenLogprob | None
     needs_score: bool = False  # its logprob comes with the step that computes it
-
-
-class MissFields(TypedDict, total=False):
-    """Of `Usage`."""
-
-    miss_reason: str | None
-    evicted_at: int | None
-    evicted_by: str | None
 
 
 class Status(StrEnum):
@@ -309,22 +300,8 @@ class SequenceState:
             completion_tokens=self.delivery.num_delivered,
             forced_tokens=min(len(self.forced_at), self.delivery.num_delivered),
             num_preemptions=self.num_preemptions,
-            **self._told_miss(),
+            **told_miss(self.miss, self.request.namespace),
         )
-
-    def _told_miss(self) -> MissFields:
-        """A request of another tenant is not named."""
-        if self.miss is None:
-            return {}
-        eviction = self.miss.eviction
-        if eviction is None:
-            return {"miss_reason": self.miss.reason}
-        is_own = eviction.tenant == tenant_of(self.request.namespace)
-        return {
-            "miss_reason": self.miss.reason,
-            "evicted_at": eviction.clock,
-            "evicted_by": (eviction.owner or None) if is_own else "another tenant",
-        }
 
     def timing(self, *, finished_s: float | None = None) -> Timing:
         """Made once for all outputs before the last: nothing changes after the first token."""
