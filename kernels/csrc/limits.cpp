@@ -39,16 +39,17 @@ void multiply_floats(void* context, int member) {
   Job& job = *(Job*)context;
   if (member >= job.num_threads) return;
   const FloatMode mode;
-  float factors[2 * W] = {};
+  float factors[2 * W + CHAINS] = {};
+  asm volatile("" : : "r"(factors) : "memory");  // the compiler must not see equal chains
   F sums[CHAINS];
-  for (F& sum : sums) sum = splat(1.0f);
+  PM_UNROLL for (int i = 0; i < CHAINS; ++i) sums[i] = load(factors + W + i);
   for (int64_t n = 0; n < job.count; ++n) {
-    asm volatile("" : : "r"(factors) : "memory");  // the compiler must not see constants
+    asm volatile("" : : "r"(factors) : "memory");  // nor constants
     const F a = load(factors), b = load(factors + W);
-    PM_UNROLL for (F& sum : sums) sum = fma(a, b, sum);
+    PM_UNROLL for (int i = 0; i < CHAINS; ++i) sums[i] = fma(a, b, sums[i]);
   }
   F total{};
-  for (F& sum : sums) total += sum;
+  PM_UNROLL for (int i = 0; i < CHAINS; ++i) total += sums[i];
   job.sink += (int64_t)sum_lanes(total);
 }
 
@@ -64,15 +65,21 @@ PM_INLINE I best_dot(I sum, I w, I x) {
 void multiply_bytes(void* context, int member) {
   Job& job = *(Job*)context;
   if (member >= job.num_threads) return;
-  int32_t factors[2 * W] = {};
-  I sums[CHAINS] = {};
+  // Where a product is an instruction of its own, every chain has its own, so that none is shared.
+  constexpr int WEIGHTS = PM_HAS_32_REGISTERS ? 1 : 3;
+  constexpr int INPUTS = PM_HAS_32_REGISTERS ? 1 : CHAINS / WEIGHTS;
+  alignas(64) int32_t factors[(WEIGHTS + INPUTS) * W + CHAINS] = {};
+  asm volatile("" : : "r"(factors) : "memory");
+  I sums[CHAINS];
+  PM_UNROLL for (int i = 0; i < CHAINS; ++i) sums[i] = load_int(factors + i);
   for (int64_t n = 0; n < job.count; ++n) {
     asm volatile("" : : "r"(factors) : "memory");
-    const I w = load_int(factors), x = load_int(factors + W);
-    PM_UNROLL for (I& sum : sums) sum = best_dot(sum, w, x);
+    PM_UNROLL for (int i = 0; i < CHAINS; ++i)
+      sums[i] = best_dot(sums[i], load_int(factors + i % WEIGHTS * W),
+                         load_int(factors + (WEIGHTS + i / WEIGHTS % INPUTS) * W));
   }
   I total{};
-  for (I& sum : sums) total += sum;
+  PM_UNROLL for (int i = 0; i < CHAINS; ++i) total += sums[i];
   job.sink += total[0];
 }
 
