@@ -50,9 +50,9 @@ class ChunkBudget:
         """Most prefill tokens of this step. `prompts`: to be read, the next one last."""
         self._share = 0.0
         most = self._config.token_budget - len(decodes)
-        static = min(most, self._config.mixed_chunk_tokens)
-        if not decodes:
+        if not decodes or most == 0:
             return most
+        static = min(most, self._config.mixed_chunk_tokens)
         if not prompts or (self._tpot_s is None and self._ttft_s is None):
             return static
         most = min(most, max(FIRST_CHUNK, 2 * self.model.largest_prefill))

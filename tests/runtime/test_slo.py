@@ -238,6 +238,14 @@ def test_targets_change_no_token() -> None:
     assert {k: a.token_ids for k, a in plain.items()} == {k: a.token_ids for k, a in aimed.items()}
 
 
+def test_decodes_that_take_the_whole_budget_leave_prompts_waiting() -> None:
+    wanted = [request(f"{i}", 40, 60) for i in range(6)]
+    engine = engine_on(Machine(), token_budget=2, tpot_slo_ms=15.0)
+    answers = run_all(engine, wanted)
+    assert [answers[r.request_id].error for r in wanted] == [None] * 6
+    assert [len(answers[r.request_id].token_ids) for r in wanted] == [60] * 6
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("tpot_slo_ms", 0.0), ("ttft_slo_ms", -1.0), ("prefill_share", 0.6)]
 )
