@@ -151,11 +151,13 @@ class DiskStore:
                 page_file.write_atomically(about, raw, scratch=self._scratch)
         except OSError as error:
             self._refused(error)
+        found: list[tuple[os.stat_result, bytes]] = []
         try:
-            found = [(path.stat(), digest) for digest, path in page_file.page_paths(self._folder)]
+            for digest, path in page_file.page_paths(self._folder):
+                with contextlib.suppress(FileNotFoundError):  # another process has just deleted it
+                    found.append((path.stat(), digest))
         except OSError as error:
             self._refused(error)
-            found = []
         for stat, digest in sorted(found, key=lambda item: item[0].st_mtime_ns):
             self._files[digest] = stat.st_size
             self._num_bytes += stat.st_size

@@ -76,9 +76,9 @@ def decode_page(raw: bytes, *, digest: bytes, layout: str) -> StoredPage:
         PageFileError: when anything in it is not as it was written for this digest and layout.
     """
     body, checksum = raw[:-_CHECKSUM_BYTES], raw[-_CHECKSUM_BYTES:]
-    if not body.startswith(_MAGIC) or _checksum(body) != checksum:
-        raise PageFileError("damaged, or cut short")
     start = len(_MAGIC) + _LENGTH.size
+    if not body.startswith(_MAGIC) or len(body) < start or _checksum(body) != checksum:
+        raise PageFileError("damaged, or cut short")
     (length,) = _LENGTH.unpack_from(body, len(_MAGIC))
     if length > _MAX_HEADER_BYTES:
         raise PageFileError(f"its header has {length} bytes")
@@ -87,7 +87,7 @@ def decode_page(raw: bytes, *, digest: bytes, layout: str) -> StoredPage:
         namespace = tuple(str(part) for part in header["namespace"])
         sizes = [int(header[name]) for name in ("token_bytes", "data_bytes", "page_token_bytes")]
         found = header["layout"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise PageFileError("its header is not one of a page") from error
     num_tokens, num_data, page_bytes = sizes
     if found != layout:

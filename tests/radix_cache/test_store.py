@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import subprocess
@@ -119,6 +120,23 @@ def test_every_damaged_byte_is_noticed(at: int) -> None:
         decode_page(raw[:place], digest=stored.digest, layout=LAYOUT)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"PLMKV01\n",
+        b"PLMKV01\n\0",
+        b'PLMKV01\n\x4f\0\0\0{"namespace": [], "token_bytes": Infinity, "data_bytes": 1, '
+        b'"layout": "a"     }',
+        b"PLMKV01\n\0\0\x0f\0" + b"[" * 0xF0000,
+    ],
+    ids=["nothing else", "no length", "infinity", "nested"],
+)
+def test_a_header_with_a_right_checksum_is_not_trusted(body: bytes) -> None:
+    raw = body + hashlib.blake2b(body, digest_size=16).digest()
+    with pytest.raises(PageFileError):
+        decode_page(raw, digest=path_of(1)[0].digest, layout=LAYOUT)
+
+
 def test_a_sound_page_under_another_name_or_layout_is_refused() -> None:
     first, second = path_of(2)
     raw = encode_page(first, layout=LAYOUT, page_bytes=PAGE)
@@ -155,6 +173,23 @@ def test_a_file_that_vanished_is_a_miss(tmp_path: Path) -> None:
     page_file.page_path(disk._folder, stored.digest).unlink()
     assert get(disk, stored) is None and disk.num_pages == 0 and disk.num_bytes == 0
     disk.close()
+
+
+def test_a_file_that_goes_while_a_store_opens_costs_that_page_only(tmp_path: Path) -> None:
+    store, pages = open_store(tmp_path), path_of(3)
+    store.put(pages)
+    store.close()
+    gone = next(tmp_path.glob(f"v1/*/pages/*/{pages[2].digest.hex()}.kv"))
+    gone.unlink()
+    gone.symlink_to("nowhere")  # it is listed, and is not there
+    store = open_store(tmp_path)
+    assert [store.contains(each.digest) for each in pages] == [True, True, False]
+    assert store.num_bytes == sum(
+        p.stat().st_size for p in tmp_path.glob("v1/*/pages/*/*.kv") if p.exists()
+    )
+    store.put(pages[2:])
+    assert store.wait() and get(store, pages[2]) == pages[2].data
+    store.close()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
