@@ -317,8 +317,8 @@ def check_request(request: Request, info: EngineInfo) -> None:
 
 
 def _check_hint(hint: ReuseHint) -> None:
-    if hint.future_uses < 0:
-        raise _out_of_range("future_uses", hint.future_uses, ">= 0")
+    if not 0 <= hint.future_uses < 2**31:
+        raise _out_of_range("future_uses", hint.future_uses, f"0..{2**31 - 1}")
     for name, seconds in (("ttl_s", hint.ttl_s), ("pin_s", hint.pin_s)):
         if seconds is not None and not 0 < seconds < math.inf:
             raise _out_of_range(name, seconds, "> 0 and finite")

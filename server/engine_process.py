@@ -56,6 +56,7 @@ class ServedEngine(Protocol):
     def submit(self, requests: Sequence[Request]) -> None: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
     def step(self) -> list[Output]: ...
+    def live_ids(self) -> list[str]: ...
     def flush_cache(self) -> bool: ...
     def pin(
         self, ids: Sequence[int], namespace: tuple[str, ...], *, seconds: float | None
@@ -147,7 +148,8 @@ def _handle(
         case frames.Abort(request_ids=request_ids):
             engine.abort(request_ids)
         case frames.Flush(call_id=call_id):
-            transport.send(frames.Flushed(call_id, engine.flush_cache()))
+            is_done = not engine.live_ids() and engine.flush_cache()  # a refusal changes nothing
+            transport.send(frames.Flushed(call_id, is_done))
         case frames.Pin() | frames.Unpin():
             transport.send(_pin(engine, message))
         case frames.Ping(call_id=call_id):

@@ -261,7 +261,12 @@ class RemoteEngine:
         stream = OutputStream([r.request_id for r in requests], self.abort)
         for request in requests:
             self._streams[request.request_id] = stream
-        self._send(frames.Submit(requests))
+        try:
+            self._send(frames.Submit(requests))
+        except Exception:  # it cannot be put into a frame: nobody will answer
+            for request in requests:
+                del self._streams[request.request_id]
+            raise
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -90,8 +90,11 @@ def test_load_has_the_fields_that_routers_add_up(server: RunningServer) -> None:
     assert loads["aggregate"]["total_reqs"] == 0
 
 
-def test_flush_while_busy_is_400_and_load_shows_it(start_server: StartServer) -> None:
+def test_flush_while_busy_is_400_and_forgets_nothing(start_server: StartServer) -> None:
     server = start_server({"model": "delay=0.02"})
+    text = "what another client has in the cache" * 2
+    server.generate(text=text, sampling_params={"max_new_tokens": 1})
+    assert server.post("/cache/pin", {"text": text}).json()["pinned_tokens"] == 64
     body = {"prompt": "x" * 40, "max_tokens": 1000, "stream": True}
     with server.client.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
@@ -99,7 +102,10 @@ def test_flush_while_busy_is_400_and_load_shows_it(start_server: StartServer) ->
         assert server.client.get("/flush_cache").status_code == 400
         [load] = server.client.get("/get_load").json()
         assert load["num_reqs"] == 1 and load["num_tokens"] > 0
-    server.wait_idle()
+    server.wait_for(lambda: server.stats()["running"] == 0)
+    answer = server.generate(text=text, sampling_params={"max_new_tokens": 1})
+    assert answer["meta_info"]["cached_tokens"] == 64
+    assert server.post("/cache/unpin", {}).json() == {"unpinned": 1}
 
 
 def test_metrics_are_prometheus_text(server: RunningServer) -> None:

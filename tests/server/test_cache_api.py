@@ -78,7 +78,12 @@ def test_a_killed_server_starts_warm(start_server: StartServer, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("cache_pin_s", 0), ("cache_ttl_s", -1.5), ("cache_future_uses", -1)],
+    [
+        ("cache_pin_s", 0),
+        ("cache_ttl_s", -1.5),
+        ("cache_future_uses", -1),
+        ("cache_future_uses", 2**70),
+    ],
 )
 def test_hints_out_of_range_are_400_by_their_name(
     server: RunningServer, field: str, value: float

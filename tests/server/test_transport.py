@@ -3,6 +3,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from palmette.runtime.request import (
     Usage,
 )
 from palmette.server import transport as frames
+from palmette.server.remote_engine import EngineState, RemoteEngine
 from palmette.server.transport import FrameError, Transport, TransportClosed
 
 Ends = tuple[Transport[frames.FromEngine], Transport[frames.ToEngine]]
@@ -88,6 +90,16 @@ def test_a_frame_larger_than_the_sockets_buffer_arrives_in_parts(ends: Ends) -> 
         server.write_some()
     assert received == [large]
     assert not server.wants_write
+
+
+def test_a_request_that_no_frame_can_hold_is_not_waited_for() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = RemoteEngine()
+        engine._transport, engine._state = frames.server_end(ours), EngineState.READY
+        with pytest.raises(OverflowError):
+            engine.submit([request("fits"), replace(request("huge"), priority=2**70)])
+        assert engine.num_open == 0
 
 
 def test_frames_cut_at_every_byte(wire: Wire) -> None:
