@@ -24,6 +24,8 @@ Int32Array = NDArray[np.int32]
 class ForwardBatch:
     """One step's input; all arrays int32, owned by the builder until the next step is built.
 
+    The same object may be given for the next step, with other numbers in its arrays.
+
     A query at position p attends to the positions 0..p of its own page list. Two sequences may
     list the same page: within a layer all K and V of the step are written before any is read,
     so a row may attend to tokens that another row of the same step computes.

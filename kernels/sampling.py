@@ -35,7 +35,10 @@ class RowSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBatch:
-    """Parameters of the S rows of one step, in the order of ForwardBatch.sample_rows."""
+    """Parameters of the S rows of one step, in the order of ForwardBatch.sample_rows.
+
+    The same object may be given for the next step when nothing but `positions` has changed.
+    """
 
     targets: Int32Array  # [S] -1: choose a token; else: only score this id
     temperature: Float32Array  # [S] 0 is greedy: the lowest id among the largest logits

@@ -1,5 +1,8 @@
 """Build the arrays of a step from its plan: numpy over rows, into buffers that are reused.
 
+Where the rows of a step are those of the step before, one token further on and in no new page,
+its arrays are counted up instead, and its parameters are those of the step before.
+
 Everything here is int32 and as long as the step needs; nothing is proportional to the context
 except the page lists, which are copied row by row from the sequence table.
 
@@ -17,7 +20,8 @@ from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.sampling import RowSampling, SampleBatch
 
 from .plan import Chunk, StepPlan
-from .sequence import SequenceState, SequenceTable
+from .sequence import SequenceState
+from .sequence_table import SequenceTable
 
 MAX_STOP_SETS = 256  # distinct sets of stop ids whose bits are kept
 CHOOSE = -1  # SampleBatch.targets of a row that chooses
@@ -42,30 +46,68 @@ class BatchBuilder:
         self._stop_bits: dict[frozenset[int], _StopBits] = {}
         self._end_ids = end_ids  # ids that end a text and may stand in none
         self._token_ids = np.empty(token_budget, np.int32)
-        self._positions = np.empty(token_budget, np.int32)
-        self._slots = np.empty(token_budget, np.int32)
+        # What grows by one with each decoded token; one array, so that one addition does it.
+        self._growing = np.empty((5, max(token_budget, num_rows)), np.int32)
+        self._positions, self._slots, self._sample_positions = self._growing[:3]
+        self._ends, self._last_page_len = self._growing[3:]  # ends: tokens after the step
         self._rows = np.empty(num_rows, np.int32)  # table row of each sequence of the step
-        self._ends = np.empty(num_rows, np.int32)  # tokens of it after the step
         self._qo_indptr = np.zeros(num_rows + 1, np.int32)
         self._kv_indptr = np.zeros(num_rows + 1, np.int32)
-        self._last_page_len = np.empty(num_rows, np.int32)
         self._page_ids = np.empty(4 * max_pages, np.int32)
         self._counting = np.arange(max(max_pages * page_size, num_rows, token_budget) + 1)
         self._counting = self._counting.astype(np.int32)
         self._sample_rows = np.empty(token_budget, np.int32)
         self._sample_sequences = np.empty(token_budget, np.int32)
-        self._sample_positions = np.empty(token_budget, np.int32)
         self._targets = np.empty(token_budget, np.int32)
         self._num_sampled = 0
         self._scored: list[tuple[int, int, int]] = []  # (first, end) of S, num_top
         self._masks = np.empty((0, mask_words), np.int32)
+        self._batch: ForwardBatch | None = None  # the newest, if it may be continued
+        self._decodes: list[SequenceState] = []  # its rows
+        self._version = -1  # of the table they were looked up in
+        self._num_tokens: list[int] = []  # of each
+        self._steps = np.empty((0, 5, 0), np.int32)  # `_growing` of the steps to come, last first
+        self._num_steady = 0  # how many: until one of them needs a page
+        self._params: SampleBatch | None = None  # of these rows, if they stay the same
 
     def build(self, plan: StepPlan) -> ForwardBatch:
         """The forward arrays; also notes which rows are sampled, for `sampling`."""
+        if self._num_steady > 0 and not plan.chunks and self._continue(plan.decodes):
+            assert self._batch is not None
+            return self._batch
+        self._batch = self._build(plan)
+        self._decodes, self._version, self._params = plan.decodes, self._table.version, None
+        self._num_steady = 0
+        if plan.decodes and not plan.chunks:
+            self._foresee(len(plan.decodes))
+        return self._batch
+
+    def _foresee(self, num_decodes: int) -> None:
+        """What grows, up to the next page: in a step a copy costs a tenth of an addition."""
+        growing = self._growing[:, :num_decodes]
+        self._num_tokens = self._ends[:num_decodes].tolist()
+        self._num_steady = self._page_size - int(growing[-1].max())
+        steps = self._counting[self._num_steady : 0 : -1]
+        self._steps = growing + steps[:, None, None]
+
+    def _continue(self, decodes: list[SequenceState]) -> bool:
+        """Count the arrays of the step before up; False where this step is another one."""
+        num_decodes = len(decodes)
+        if self._table.version != self._version or decodes != self._decodes:
+            return False
+        self._num_tokens = [num_tokens + 1 for num_tokens in self._num_tokens]
+        if self._num_tokens != [sequence.num_tokens for sequence in decodes]:
+            return False
+        self._num_steady -= 1
+        self._growing[:, :num_decodes] = self._steps[self._num_steady]
+        self._token_ids[:num_decodes] = [sequence.generated[-1] for sequence in decodes]
+        return True
+
+    def _build(self, plan: StepPlan) -> ForwardBatch:
         num_decodes, num_sequences = len(plan.decodes), plan.num_sequences
         rows, ends = self._rows[:num_sequences], self._ends[:num_sequences]
         rows[:num_decodes] = [sequence.row for sequence in plan.decodes]
-        self._build_decodes(num_decodes)
+        self._build_decodes(plan.decodes)
         self._scored.clear()
         place = self._num_sampled = num_decodes
         for i, chunk in enumerate(plan.chunks, start=num_decodes):
@@ -85,15 +127,15 @@ class BatchBuilder:
             sample_rows=self._sample_rows[: self._num_sampled],
         )
 
-    def _build_decodes(self, num_decodes: int) -> None:
-        table, page_size = self._table, self._page_size
+    def _build_decodes(self, decodes: list[SequenceState]) -> None:
+        num_decodes, page_size = len(decodes), self._page_size
         rows, part = self._rows[:num_decodes], slice(0, num_decodes)
-        ends = table.num_tokens[rows]
+        ends = self._ends[part]
+        ends[:] = [sequence.num_tokens for sequence in decodes]
         positions = ends - 1
-        self._ends[part] = ends
-        self._token_ids[part] = table.last_ids[rows]
+        self._token_ids[part] = [sequence.generated[-1] for sequence in decodes]
         self._positions[part] = positions
-        pages = table.page_table[rows, positions // page_size]
+        pages = self._table.page_table[rows, positions // page_size]
         self._slots[part] = pages * page_size + positions % page_size
         self._qo_indptr[1 : num_decodes + 1] = self._counting[1 : num_decodes + 1]
         self._sample_rows[part] = self._counting[part]
@@ -155,6 +197,8 @@ class BatchBuilder:
         Grammar masks are filled here. One that raises is noted in `faults`, by arrival, and its
         row is left without a mask: the caller ends that sequence after the step.
         """
+        if self._params is not None:
+            return self._params
         table, num_sampled = self._table, self._num_sampled
         of = self._sample_sequences[:num_sampled]
         num_top = table.num_top[of]
@@ -169,7 +213,7 @@ class BatchBuilder:
                     masked.append((len(rows), chunk.sequence))
                 rows.append(chunk.sequence.row_sampling())
         has_mask = np.zeros(num_sampled, np.bool_)
-        return SampleBatch(
+        params = SampleBatch(
             targets=self._targets[:num_sampled],
             temperature=table.temperature[of],
             top_k=table.top_k[of],
@@ -186,6 +230,9 @@ class BatchBuilder:
             masks=self._fill_masks(masked, has_mask, faults) if masked else None,
             has_mask=has_mask,
         )
+        if not plan.chunks and not masked and not any(rows):
+            self._params = params  # what is banned or biased never begins later
+        return params
 
     def _fill_masks(
         self,

@@ -17,7 +17,7 @@ from .faults import SequenceFault
 from .plan import Chunk, StepPlan
 from .request import ErrorInfo, Finish, FinishReason, TokenLogprob
 from .scheduler import Scheduler
-from .sequence import HeldToken, SequenceState, SequenceTable
+from .sequence import HeldToken, SequenceState
 
 LENGTH = Finish(reason=FinishReason.LENGTH)
 
@@ -26,6 +26,7 @@ LENGTH = Finish(reason=FinishReason.LENGTH)
 class CommitHooks:
     """What a commit tells the engine."""
 
+    on_token: Callable[[SequenceState, int], None]  # it is deliverable, alone and at once
     on_tokens: Callable[[SequenceState], None]  # something may be deliverable
     on_finish: Callable[[SequenceState, Finish], None]
     on_fault: Callable[[SequenceState, Exception], None]
@@ -37,13 +38,11 @@ class Committer:
     def __init__(
         self,
         scheduler: Scheduler,
-        table: SequenceTable,
         hooks: CommitHooks,
         *,
         jump_forward: bool = True,
     ) -> None:
         self._scheduler = scheduler
-        self._table = table
         self._hooks = hooks
         self._jump_forward = jump_forward
         self.num_generated = 0  # tokens added since the engine started
@@ -66,7 +65,7 @@ class Committer:
         for place, sequence in enumerate(plan.decodes):
             try:
                 self._scheduler.publish_decode(sequence)
-                if sequence.arrival in faults:
+                if faults and sequence.arrival in faults:
                     raise faults[sequence.arrival]
                 assert result is not None
                 self._take(sequence, token_ids[place], result, place, now)
@@ -121,14 +120,13 @@ class Committer:
             raise _not_finite(sequence)
         if sequence.first_token_s is None:
             sequence.first_token_s = now - sequence.submitted_at
-        wants_logprob = sequence.request.logprobs.output
-        logprob = _token_logprob(result, place, token_id) if wants_logprob else None
+        logprob = _token_logprob(result, place, token_id) if sequence.wants_logprobs else None
         if token_id in sequence.stop_ids:
             self._stop(sequence, token_id, logprob)
             return
         constraint = sequence.constraint
         if constraint is None:
-            self._append(sequence, token_id, logprob)
+            self._append_free(sequence, token_id, logprob)
             return
         constraint.accept(token_id)
         had_to = constraint.only == token_id
@@ -159,6 +157,27 @@ class Committer:
                 sequence.delivery.push(token_id, logprob)
         self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP, matched=token_id))
 
+    def _append_free(
+        self, sequence: SequenceState, token_id: int, logprob: TokenLogprob | None
+    ) -> None:
+        """Add a token that no grammar asks for: the client gets it at once."""
+        self.num_generated += 1
+        sequence.append(token_id)
+        if sequence.penalties is not None:
+            sequence.penalties.count(token_id)
+        sequence.num_released += 1
+        is_full = len(sequence.generated) >= sequence.max_generated
+        if logprob is None and not is_full and sequence.delivery.is_direct:
+            self._hooks.on_token(sequence, token_id)
+            return
+        matched = sequence.delivery.push(token_id, logprob)
+        if matched is not None:
+            self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP, matched=matched))
+        elif is_full:
+            self._hooks.on_finish(sequence, LENGTH)
+        else:
+            self._hooks.on_tokens(sequence)
+
     def _append(
         self,
         sequence: SequenceState,
@@ -170,7 +189,6 @@ class Committer:
         """Add a token; True when the sequence is over, or was taken back."""
         self.num_generated += 1
         sequence.append(token_id)
-        self._table.append(sequence, token_id)
         if sequence.penalties is not None:
             sequence.penalties.count(token_id)
         sequence.held.append(HeldToken(token_id, logprob, needs_score))

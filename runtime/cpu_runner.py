@@ -21,7 +21,6 @@ from palmette.kernels.cpu.ops import (
     ModelShape,
     Pool,
     Vector,
-    check_batch,
 )
 from palmette.kernels.cpu.sampling import NativeLogits, NativeSampler
 
@@ -106,12 +105,6 @@ class CpuRunner:
         """
         if self._model is None:
             raise RuntimeError("native runner: is closed")
-        check_batch(batch, num_pages=self._pool.num_pages, page_size=self._pool.page_size)
-        if batch.num_tokens:
-            if not 0 <= batch.token_ids.min() <= batch.token_ids.max() < self.config.vocab_size:
-                raise ValueError(f"token_ids: outside the vocabulary of {self.config.vocab_size}")
-            if batch.positions.max() >= self._max_positions:
-                raise ValueError(f"positions: beyond the context of {self._max_positions} tokens")
         return NativeLogits(self._model.forward(batch, self._pool), self._sampler)
 
     def close(self) -> None:

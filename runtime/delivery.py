@@ -64,9 +64,24 @@ class Delivery:
         self._logprobs: list[TokenLogprob] = []
         self.num_delivered = 0  # ids delivered or about to be
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether every token may be delivered when it is known: there is no stop string."""
+        return self._matcher is None and not self._ids
+
+    def pass_on(self, token_id: int) -> str:
+        """`push` and `take` of one token without logprob, where that `is_direct`; its text."""
+        self.num_delivered += 1
+        text = self._detokenizer.push_one(token_id)
+        if self._texts:
+            self._texts.append(text)
+            text = "".join(self._texts)
+            self._texts.clear()
+        return text
+
     def push(self, token_id: int, logprob: TokenLogprob | None) -> str | None:
         """Add a generated token; returns the stop string that is now complete, if any."""
-        text = self._detokenizer.push((token_id,))
+        text = self._detokenizer.push_one(token_id)
         self._num_pushed += 1
         if self._matcher is None:
             self._deliver(token_id, logprob)
@@ -98,10 +113,14 @@ class Delivery:
 
     def take(self) -> tuple[tuple[int, ...], str, tuple[TokenLogprob, ...]]:
         """What is new since the last call: ids, text, logprobs."""
-        taken = (tuple(self._ids), "".join(self._texts), tuple(self._logprobs))
+        ids, texts, logprobs = tuple(self._ids), self._texts, self._logprobs
         self._ids.clear()
-        self._texts.clear()
-        self._logprobs.clear()
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        texts.clear()
+        if not logprobs:
+            return ids, text, ()
+        taken = ids, text, tuple(logprobs)
+        logprobs.clear()
         return taken
 
     def _match(self, text: str) -> str | None:

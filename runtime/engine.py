@@ -38,7 +38,8 @@ from .request import (
 )
 from .runner import ModelRunner
 from .scheduler import Scheduler
-from .sequence import SequenceState, SequenceTable, Status
+from .sequence import SequenceState, Status
+from .sequence_table import SequenceTable
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +99,9 @@ class Engine:
             max_scored_rows=max(1, SCORED_LOGITS_BYTES // (4 * info.vocab_size)),
             on_fault=self._on_fault,
         )
-        hooks = CommitHooks(self._emit, self._finish, self._on_fault)
+        hooks = CommitHooks(self._emit_token, self._emit, self._finish, self._on_fault)
         self._committer = Committer(
-            self._scheduler, self._table, hooks, jump_forward=config.scheduler.jump_forward
+            self._scheduler, hooks, jump_forward=config.scheduler.jump_forward
         )
         self._counters = Counters()
         self._live: dict[str, SequenceState] = {}
@@ -333,6 +334,20 @@ class Engine:
             logger.critical("the engine is broken and takes no more work", exc_info=imbalance)
 
     # How a request ends
+
+    def _emit_token(self, sequence: SequenceState, token_id: int) -> None:
+        """Queue the output of one token: the usual case, in as little as it takes."""
+        text = sequence.delivery.pass_on(token_id)
+        self._outputs.append(
+            Output(
+                request_id=sequence.request_id,
+                token_ids=(token_id,),
+                text=text,
+                prompt_logprobs=sequence.take_prompt_logprobs(),
+                usage=sequence.usage(),
+                timing=sequence.timing(),
+            )
+        )
 
     def _emit(self, sequence: SequenceState) -> None:
         """Queue an output for what has become deliverable, if anything has."""

@@ -3,8 +3,9 @@
     Request  -> engine -> Output, Output, ..., Output(finish=...)
 
 A request ends in exactly one `Output` that has `finish` set. Every type here encodes with
-msgspec as it stands; none holds a tensor, a handle or a callable. `check_request` is the one
-place where a request is judged against the limits of an engine; the HTTP server, the language
+msgspec as it stands; none holds a tensor, a handle or a callable. What is made for every token
+is a Struct, which is made and encoded in a fraction of a dataclass's time. `check_request` is the
+one place where a request is judged against the limits of an engine; the HTTP server, the language
 and the engine itself all call it.
 """
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from palmette.constrained.spec import GrammarSpec
 
@@ -140,8 +143,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Exact token accounting of one request: each of its tokens is booked once.
 
     prompt_tokens == cached_tokens + computed_tokens
@@ -191,8 +193,7 @@ class Usage:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Seconds on the engine's monotonic clock, since submission; None: has not happened."""
 
     admitted_s: float | None = None
@@ -215,8 +216,7 @@ class Finish:
     matched: int | str | None = None  # the stop id or stop string that ended it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step produced for one request: only what is new since the last Output."""
 
     request_id: str
@@ -225,8 +225,8 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id, when asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # once, with the first Output
     finish: Finish | None = None
-    usage: Usage = field(default_factory=Usage)  # cumulative
-    timing: Timing = field(default_factory=Timing)
+    usage: Usage = Usage()  # cumulative
+    timing: Timing = Timing()
     error: ErrorInfo | None = None
 
 

@@ -29,7 +29,8 @@ from .config import SchedulerConfig
 from .forecast import GrowthForecast
 from .plan import Chunk, StepPlan
 from .policies import make_queue
-from .sequence import SequenceState, SequenceTable, Status
+from .sequence import SequenceState, Status
+from .sequence_table import SequenceTable
 from .swap import SwapSpace
 
 logger = logging.getLogger(__name__)
@@ -161,6 +162,7 @@ class Scheduler:
 
     def choose_again(self, sequence: SequenceState) -> None:
         """Compute the newest token once more, for its logits."""
+        self._settle(sequence)
         sequence.status = Status.PREFILL
         sequence.num_ready = sequence.num_tokens - 1
 
@@ -170,9 +172,10 @@ class Scheduler:
         self._now = now
         plan = StepPlan()
         self._plan_decodes(plan)
-        prefills = [sequence for sequence in self.running if sequence.status is Status.PREFILL]
-        prefills.reverse()  # the best is last
-        prefills.sort(key=_is_answering)  # short chunks of those that answer go first
+        prefills: list[SequenceState] = []
+        if len(plan.decodes) < len(self.running):
+            prefills = [s for s in reversed(self.running) if s.status is Status.PREFILL]
+            prefills.sort(key=_is_answering)  # the best is last; short chunks before it
         head = self._next_waiting()
         prompts = prefills or ([] if head is None else [head])
         self._plan_chunks(plan, prefills, self.budget.limit(plan.decodes, prompts, now))
@@ -184,7 +187,8 @@ class Scheduler:
         claimed = StepPlan()
         for sequence in plan.decodes:
             if sequence.status is Status.DECODE and sequence.lease is not None:
-                self._tree.claim(sequence.lease, 1)
+                if sequence.num_tokens > sequence.steady_end:
+                    self._tree.claim(sequence.lease, 1)
                 claimed.decodes.append(sequence)
         for chunk in plan.chunks:
             if chunk.sequence.status is Status.PREFILL:
@@ -199,10 +203,29 @@ class Scheduler:
 
     def publish_decode(self, sequence: SequenceState) -> None:
         """A step has computed the newest token of a decoding sequence."""
-        assert sequence.lease is not None
-        num_tokens = sequence.num_tokens
-        self._tree.publish(sequence.lease, num_tokens)
+        lease, num_tokens = sequence.lease, sequence.num_tokens
+        if num_tokens > sequence.steady_end:
+            assert lease is not None
+            self._tree.publish(lease, num_tokens)
+            if self._tree.frontier(lease) == num_tokens:
+                sequence.steady_end = len(lease.page_ids) * self._tree.page_size
         sequence.advance(num_tokens - 1, num_tokens)
+
+    def _settle(self, sequence: SequenceState) -> None:
+        """Tell the tree of the tokens that a sequence has computed since it is steady.
+
+        Its lease had been computed to the end, so these tokens lie in pages of its own which the
+        tree has given out already: they concern nobody else, and the tree is told page by page.
+        """
+        sequence.steady_end, start = 0, sequence.num_leased
+        num_ready, num_prompt = sequence.num_ready, sequence.num_prompt
+        if num_ready > start:
+            assert sequence.lease is not None
+            new_ids = sequence.generated[start - num_prompt : num_ready - num_prompt]
+            self._tree.extend(sequence.lease, new_ids)
+            sequence.num_leased = num_ready
+            self._tree.claim(sequence.lease, num_ready - start)
+            self._tree.publish(sequence.lease, num_ready)
 
     def publish_chunk(self, chunk: Chunk) -> bool:
         """A step has computed this chunk; False when what it rests on was lost with another.
@@ -232,9 +255,15 @@ class Scheduler:
         assert self.running[place] is sequence
         del self.running[place]
         self._table.remove(sequence)
-        lease, sequence.lease = sequence.lease, None
+        lease = sequence.lease
         self._blocked = None
         assert lease is not None
+        try:
+            self._settle(sequence)
+        except Exception as error:  # fault boundary: what it computed is not found again
+            logger.error("request %s: not told to the cache", sequence.request_id, exc_info=error)
+            keep = False
+        sequence.lease = None
         self._tree.release(lease, keep=keep)
 
     def _plan_decodes(self, plan: StepPlan) -> None:
@@ -247,19 +276,27 @@ class Scheduler:
         for sequence in decodes:
             if sequence.status is not Status.DECODE:
                 continue
-            try:
-                if sequence.num_leased != sequence.num_tokens and not self._extend(sequence):
-                    continue
-                assert sequence.lease is not None
-                if sequence.num_tokens - self._tree.frontier(sequence.lease) > 1:
-                    sequence.status = Status.PREFILL  # some were forced: one chunk
-                    continue
-                self._tree.claim(sequence.lease, 1)
-            except Exception as error:  # fault boundary: one sequence
-                self._on_fault(sequence, error)
-                continue
-            sequence.last_step = self._step
-            plan.decodes.append(sequence)
+            num_tokens = sequence.num_tokens
+            is_steady = num_tokens <= sequence.steady_end and num_tokens - sequence.num_ready == 1
+            if is_steady or self._claim_decode(sequence):
+                sequence.last_step = self._step
+                plan.decodes.append(sequence)
+
+    def _claim_decode(self, sequence: SequenceState) -> bool:
+        """Claim the newest token, with a page where it needs one; False: not in this step."""
+        try:
+            self._settle(sequence)
+            if sequence.num_leased != sequence.num_tokens and not self._extend(sequence):
+                return False
+            assert sequence.lease is not None
+            if sequence.num_tokens - self._tree.frontier(sequence.lease) > 1:
+                sequence.status = Status.PREFILL  # some were forced: one chunk
+                return False
+            self._tree.claim(sequence.lease, 1)
+        except Exception as error:  # fault boundary: one sequence
+            self._on_fault(sequence, error)
+            return False
+        return True
 
     def _extend(self, sequence: SequenceState) -> bool:
         """Pages for the newest tokens, preempting from the worst rank up; False: itself."""

@@ -1,4 +1,4 @@
-"""What the engine keeps of a running request: one `SequenceState` each, one row of arrays each.
+"""What the engine keeps of a request while it lives: one `SequenceState` each.
 
 A sequence's tokens, and what is known of them:
 
@@ -6,34 +6,28 @@ A sequence's tokens, and what is known of them:
     [ KV is in the pool    | to be computed  )          num_tokens = num_prompt + num_generated
     0 ... num_covered: the furthest num_ready ever was; to compute below it is recomputing
 
-`SequenceTable` holds, row by row, what a step needs as arrays, so that building a batch is a
-few numpy calls. A row belongs to one sequence from admission to its end or preemption.
-
-Legend: R rows (most running sequences).
+What a step needs of it as arrays is in `sequence_table`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
 from palmette.constrained.backend import CompiledGrammar, GrammarState
-from palmette.kernels.batch import Int32Array
-from palmette.kernels.sampling import Float32Array, RowSampling
+from palmette.kernels.sampling import RowSampling
 from palmette.radix_cache.ledger import Miss, MissReason
 from palmette.radix_cache.tree import Lease
 
-from .cache import told_miss
+from .cache import MissFields, told_miss
 from .constraint import Constraint
 from .delivery import Delivery
-from .request import Request, SamplingParams, Timing, TokenLogprob, Usage
-
-NO_IDS: Int32Array = np.empty(0, np.int32)
-NO_VALUES: Float32Array = np.empty(0, np.float32)
+from .penalties import NO_IDS, NO_VALUES, Penalties, id_array, needs_penalties
+from .request import Request, Timing, TokenLogprob, Usage
 
 
 @dataclass(slots=True)
@@ -55,6 +49,7 @@ class SequenceState:
 
     __slots__ = (
         "_timing",
+        "_told",
         "admitted_s",
         "arrival",
         "compiled",
@@ -89,6 +84,7 @@ class SequenceState:
         "rank",
         "recomputed_tokens",
         "request",
+        "request_id",
         "row",
         "scored_end",
         "seed",
@@ -96,8 +92,10 @@ class SequenceState:
         "shared_start",
         "shared_tokens",
         "status",
+        "steady_end",
         "stop_ids",
         "submitted_at",
+        "wants_logprobs",
     )
 
     def __init__(
@@ -112,6 +110,7 @@ class SequenceState:
         delivery: Delivery,
     ) -> None:
         self.request = request
+        self.request_id = request.request_id
         self.arrival = arrival
         # Smaller runs first and is preempted last: class, order in it, arrival. Set by the queue.
         self.rank: tuple[float, float, int] = (-float(request.priority), 0.0, arrival)
@@ -121,10 +120,13 @@ class SequenceState:
         self.deadline_at = None if deadline_s is None else submitted_at + deadline_s
         self.stop_ids = stop_ids
         self.max_generated = max_generated
+        self.wants_logprobs = request.logprobs.output
         self.delivery = delivery
         self.status = Status.WAITING
         self.lease: Lease | None = None
-        self.num_leased = 0  # tokens the lease has pages for
+        self.num_leased = 0  # tokens the lease knows of
+        # Up to so many tokens a step needs nothing of the tree, which is told later; 0: it does.
+        self.steady_end = 0
         self.last_step = 0  # when it last decoded
         self.row = -1
         self.ids = NO_IDS  # [>= num_tokens] from the first admission on
@@ -145,6 +147,7 @@ class SequenceState:
         self.first_token_s: float | None = None
         self.compiled: CompiledGrammar | None = None
         self._timing: Timing | None = None
+        self._told: tuple[Miss | None, MissFields] | None = None
         self.grammar: GrammarState | None = None  # from the first admission with `compiled` on
         self.needs_grammar = request.grammar is not None  # until `grammar` is there
         start = request.logprobs.prompt_start
@@ -159,10 +162,6 @@ class SequenceState:
         if start == 0:
             self.prompt_logprobs.append(TokenLogprob(token_id=request.prompt_ids[0], logprob=None))
         self.penalties = Penalties(request) if needs_penalties(request.sampling) else None
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     def all_ids(self) -> Sequence[int]:
         """Prompt and generated ids."""
@@ -300,8 +299,15 @@ class SequenceState:
             completion_tokens=self.delivery.num_delivered,
             forced_tokens=min(len(self.forced_at), self.delivery.num_delivered),
             num_preemptions=self.num_preemptions,
-            **told_miss(self.miss, self.request.namespace),
+            **self._told_miss(),
         )
+
+    def _told_miss(self) -> MissFields:
+        """Made once for all outputs, as long as the miss stays the same."""
+        told = self._told
+        if told is None or told[0] is not self.miss:
+            told = self._told = self.miss, told_miss(self.miss, self.request.namespace)
+        return told[1]
 
     def timing(self, *, finished_s: float | None = None) -> Timing:
         """Made once for all outputs before the last: nothing changes after the first token."""
@@ -313,6 +319,8 @@ class SequenceState:
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
         """The prompt's logprobs, the first time; then nothing."""
+        if not self.prompt_logprobs:
+            return ()
         taken = tuple(self.prompt_logprobs)
         self.prompt_logprobs.clear()
         return taken
@@ -329,153 +337,6 @@ class SequenceState:
                 output_ids=NO_IDS,
                 output_counts=NO_IDS,
                 prompt_ids=NO_IDS,
-                banned_ids=_id_array(self.stop_ids),
+                banned_ids=id_array(self.stop_ids),
             )
         return None
-
-
-def needs_penalties(sampling: SamplingParams) -> bool:
-    """Whether rows of this request carry a bias or counts of ids."""
-    return bool(
-        sampling.logit_bias
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
-        or sampling.repetition_penalty != 1.0
-    )
-
-
-class Penalties:
-    """Biases and counts of one sequence's ids, kept up token by token: O(1) each."""
-
-    def __init__(self, request: Request) -> None:
-        bias: dict[int, float] = {}
-        for token_id, value in request.sampling.logit_bias:
-            bias[token_id] = bias.get(token_id, 0.0) + value
-        self._bias_ids = np.array(list(bias), np.int32)
-        self._bias_values = np.array(list(bias.values()), np.float32)
-        needs_prompt = request.sampling.repetition_penalty != 1.0
-        self._prompt_ids = (
-            np.unique(np.array(request.prompt_ids, np.int32)) if needs_prompt else NO_IDS
-        )
-        self._places: dict[int, int] = {}
-        self._ids = np.empty(16, np.int32)
-        self._counts = np.empty(16, np.int32)
-
-    def count(self, token_id: int) -> None:
-        place = self._places.get(token_id)
-        if place is not None:
-            self._counts[place] += 1
-            return
-        place = self._places[token_id] = len(self._places)
-        if place == len(self._ids):
-            self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
-            self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
-        self._ids[place] = token_id
-        self._counts[place] = 1
-
-    def row(self, banned_ids: frozenset[int] | tuple[()]) -> RowSampling:
-        """Views that hold until the next `count`."""
-        num_ids = len(self._places)
-        return RowSampling(
-            bias_ids=self._bias_ids,
-            bias_values=self._bias_values,
-            output_ids=self._ids[:num_ids],
-            output_counts=self._counts[:num_ids],
-            prompt_ids=self._prompt_ids,
-            banned_ids=_id_array(banned_ids) if banned_ids else NO_IDS,
-        )
-
-
-def _id_array(ids: frozenset[int] | tuple[()]) -> Int32Array:
-    return np.array(sorted(ids), np.int32)
-
-
-_FLOAT32 = np.finfo(np.float32)
-
-
-def _in_float32(value: float) -> float:
-    """`value` >= 0 in the range of normal float32 numbers; only 0 stays 0."""
-    return min(max(value, float(_FLOAT32.tiny)), float(_FLOAT32.max)) if value else 0.0
-
-
-class SequenceTable:
-    """Row r of every array belongs to `sequences[r]`; only new pages are written in a step."""
-
-    def __init__(self, *, num_rows: int, max_pages: int) -> None:
-        self.page_table = np.zeros((num_rows, max_pages), np.int32)
-        self.num_pages = np.zeros(num_rows, np.int32)
-        self.num_tokens = np.zeros(num_rows, np.int32)  # those to be computed included
-        self.last_ids = np.zeros(num_rows, np.int32)  # the newest id of a decoding sequence
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int32)
-        self.top_p = np.zeros(num_rows, np.float32)
-        self.min_p = np.zeros(num_rows, np.float32)
-        self.presence_penalty = np.zeros(num_rows, np.float32)
-        self.frequency_penalty = np.zeros(num_rows, np.float32)
-        self.repetition_penalty = np.zeros(num_rows, np.float32)
-        self.seeds = np.zeros(num_rows, np.uint64)
-        self.choices = np.zeros(num_rows, np.int32)
-        self.num_top = np.zeros(num_rows, np.int32)  # of generated tokens
-        self.sequences: list[SequenceState | None] = [None] * num_rows
-        self._free_rows = list(range(num_rows - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free_rows)
-
-    def place(self, sequence: SequenceState, lease: Lease) -> None:
-        """Give a sequence a row; when a value does not fit its array, nothing is taken."""
-        row = self._free_rows[-1]
-        request, sampling = sequence.request, sequence.request.sampling
-        self.num_pages[row] = 0
-        self.num_tokens[row] = sequence.num_tokens
-        self.temperature[row] = _in_float32(sampling.temperature)
-        self.top_k[row] = min(sampling.top_k, 2**31 - 1)
-        self.top_p[row] = _in_float32(sampling.top_p)
-        self.min_p[row] = sampling.min_p
-        self.presence_penalty[row] = sampling.presence_penalty
-        self.frequency_penalty[row] = sampling.frequency_penalty
-        self.repetition_penalty[row] = _in_float32(sampling.repetition_penalty)
-        self.seeds[row] = sequence.seed
-        self.choices[row] = request.choice_index
-        self.num_top[row] = request.logprobs.num_top if request.logprobs.output else -1
-        self._free_rows.pop()
-        self.sequences[row] = sequence
-        sequence.row = row
-        self.update_pages(sequence, lease)
-
-    def update_pages(self, sequence: SequenceState, lease: Lease) -> None:
-        """Copy the pages the lease gained since the last call."""
-        page_ids = lease.page_ids
-        known = int(self.num_pages[sequence.row])
-        if known != len(page_ids):
-            self.page_table[sequence.row, known : len(page_ids)] = page_ids[known:]
-            self.num_pages[sequence.row] = len(page_ids)
-
-    def append(self, sequence: SequenceState, token_id: int) -> None:
-        """Note a generated id."""
-        self.last_ids[sequence.row] = token_id
-        self.num_tokens[sequence.row] += 1
-
-    def remove(self, sequence: SequenceState) -> None:
-        self.sequences[sequence.row] = None
-        self._free_rows.append(sequence.row)
-        sequence.row = -1
-
-    def running(self) -> Iterator[SequenceState]:
-        return (sequence for sequence in self.sequences if sequence is not None)
-
-    def check(self) -> None:
-        """Raises AssertionError where a row and its sequence disagree. O(rows * pages)."""
-        taken = [row for row, sequence in enumerate(self.sequences) if sequence is not None]
-        assert sorted(self._free_rows + taken) == list(range(len(self.sequences)))
-        for sequence in self.running():
-            row, lease = sequence.row, sequence.lease
-            assert self.sequences[row] is sequence
-            assert lease is not None
-            num_pages = int(self.num_pages[row])
-            assert self.page_table[row, :num_pages].tolist() == lease.page_ids[:num_pages]
-            assert int(self.num_tokens[row]) == sequence.num_tokens
-            assert sequence.num_tokens == sequence.num_prompt + len(sequence.generated)
-            assert sequence.num_ready < sequence.num_tokens
-            assert sequence.ids[: sequence.num_tokens].tolist() == list(sequence.all_ids())

@@ -60,6 +60,17 @@ class Detokenizer:
         self._pending = data[consumed:]
         return text
 
+    def push_one(self, token_id: int) -> str:
+        """`push` of one token."""
+        if token_id in self._skipped:
+            return ""
+        data = self._token_bytes[token_id]
+        if self._pending:
+            data = self._pending + data
+        text, consumed = utf_8_decode(data, "replace", False)
+        self._pending = data[consumed:]
+        return text
+
     def flush(self) -> str:
         """End the stream: one U+FFFD when it stopped inside a character, else nothing."""
         text = self._pending.decode("utf-8", "replace")

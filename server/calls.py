@@ -8,12 +8,13 @@ call.close()                        aborts what is unfinished; exactly one owner
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from palmette.runtime.request import (
     ErrorInfo,
@@ -162,7 +163,7 @@ def merged(outputs: Sequence[Output]) -> list[Output]:
 
 def _joined(group: Sequence[Output]) -> Output:
     """One request's Outputs as one; linear in what they hold."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         group[-1],
         token_ids=tuple(itertools.chain.from_iterable(o.token_ids for o in group)),
         text="".join(output.text for output in group),

@@ -20,6 +20,8 @@ from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.kv_dtype import KVDtype
 
 from .build import load
+from .checks import address_of as _address
+from .checks import check_array, check_batch, check_layout
 from .kv_pool import HostKVPool
 
 Float32Array = NDArray[np.float32]
@@ -37,6 +39,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pm_silu_mul": (_POINTER, _POINTER, _INT64, _INT64, _POINTER),
     "pm_exp": (_POINTER, _POINTER, _INT64, _POINTER),
     "pm_rope": (_POINTER, _POINTER, _POINTER, *(_INT64,) * 3, _POINTER, _POINTER),
+    "pm_check_batch": (_POINTER, _INT64, _POINTER, _INT64, _INT64),
     "pm_kv_write": (*(_POINTER,) * 5, *(_INT64,) * 2),
     "pm_attention": (*(_POINTER,) * 4, *(_INT64,) * 4, _POINTER),
     "pm_sample": (_POINTER, _POINTER, _POINTER),
@@ -200,7 +203,7 @@ class Pool:
 
     def linear(self, matrix: Matrix, x: Float32Array) -> Float32Array:
         """x [M, K] -> [M, N]."""
-        _check(x, np.float32, (None, matrix.shape[1]))
+        check_array(x, np.float32, (None, matrix.shape[1]))
         out = np.empty((len(x), matrix.shape[0]), dtype=np.float32)
         self.library.call(
             "pm_linear", self.handle, matrix.handle, _address(x), len(x), _address(out)
@@ -209,7 +212,7 @@ class Pool:
 
     def embed(self, matrix: Matrix, ids: Int32Array) -> Float32Array:
         """Rows of the matrix: [M, K]."""
-        _check(ids, np.int32, (None,))
+        check_array(ids, np.int32, (None,))
         out = np.empty((len(ids), matrix.shape[1]), dtype=np.float32)
         self.library.call(
             "pm_embed", self.handle, matrix.handle, _address(ids), len(ids), _address(out)
@@ -218,8 +221,8 @@ class Pool:
 
     def rms_norm(self, x: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
         """x [M, K], weight [K] -> [M, K]."""
-        _check(x, np.float32, (None, len(weight)))
-        _check(weight, np.float32, (None,))
+        check_array(x, np.float32, (None, len(weight)))
+        check_array(weight, np.float32, (None,))
         out = np.empty_like(x)
         self.library.call(
             "pm_rms_norm",
@@ -229,7 +232,7 @@ class Pool:
 
     def silu_mul(self, gate_up: Float32Array) -> Float32Array:
         """gate_up [M, 2I] -> silu(gate) * up [M, I]."""
-        _check(gate_up, np.float32, (None, None))
+        check_array(gate_up, np.float32, (None, None))
         rows, half = len(gate_up), gate_up.shape[1] // 2
         out = np.empty((rows, half), dtype=np.float32)
         self.library.call("pm_silu_mul", self.handle, _address(gate_up), rows, half, _address(out))
@@ -237,7 +240,7 @@ class Pool:
 
     def exp(self, x: Float32Array) -> Float32Array:
         """x [n] -> e^x [n]."""
-        _check(x, np.float32, (None,))
+        check_array(x, np.float32, (None,))
         out = np.empty_like(x)
         self.library.call("pm_exp", self.handle, _address(x), len(x), _address(out))
         return out
@@ -246,11 +249,11 @@ class Pool:
         self, x: Float32Array, positions: Int32Array, cos: Float32Array, sin: Float32Array
     ) -> Float32Array:
         """x [T, heads, D], positions [T], cos and sin [max_positions, D / 2] -> [T, heads, D]."""
-        _check(x, np.float32, (None, None, None))
-        _check(positions, np.int32, (len(x),))
+        check_array(x, np.float32, (None, None, None))
+        check_array(positions, np.int32, (len(x),))
         out = x.copy()
         for table in (cos, sin):
-            _check(table, np.float32, (len(cos), x.shape[2] // 2))
+            check_array(table, np.float32, (len(cos), x.shape[2] // 2))
         if len(positions) and not 0 <= positions.min() <= positions.max() < len(cos):
             raise ValueError(f"positions: outside the table of {len(cos)} positions")
         self.library.call(
@@ -265,7 +268,7 @@ class Pool:
     ) -> None:
         """k and v [T, G, D] into the batch's slots of the first layer of `kv`."""
         for rows in (k, v):
-            _check(rows, np.float32, (batch.num_tokens, kv.num_kv_heads, kv.head_dim))
+            check_array(rows, np.float32, (batch.num_tokens, kv.num_kv_heads, kv.head_dim))
         check_batch(batch, num_pages=kv.num_pages, page_size=kv.page_size)
         arguments, pool = _batch(batch), _kv(kv)
         self.library.call(
@@ -278,7 +281,7 @@ class Pool:
         self, batch: ForwardBatch, q: Float32Array, kv: HostKVPool, *, window: int = 0
     ) -> Float32Array:
         """q [T, H, D], over the first layer of `kv` -> [T, H, D]."""
-        _check(q, np.float32, (batch.num_tokens, None, kv.head_dim))
+        check_array(q, np.float32, (batch.num_tokens, None, kv.head_dim))
         check_batch(batch, num_pages=kv.num_pages, page_size=kv.page_size)
         out = np.empty_like(q)
         arguments, pool = _batch(batch), _kv(kv)
@@ -309,7 +312,7 @@ class Matrix:
 
     def fill(self, row: int, data: Float32Array) -> None:
         """Set rows row .. row + len(data), rounded to the kind; UINT4 cannot be made this way."""
-        _check(data, np.float32, (None, self.shape[1]))
+        check_array(data, np.float32, (None, self.shape[1]))
         self._fill(row, 0, data)
 
     def fill_encoded(self, row: int, encoding: str, data: NDArray[np.uint8]) -> None:
@@ -319,7 +322,7 @@ class Matrix:
         of q8_0; otherwise rows are widened to float32 and rounded to the kind.
         """
         number, block_size, block_bytes = ENCODINGS[encoding]
-        _check(data, np.uint8, (None, self.shape[1] // block_size * block_bytes))
+        check_array(data, np.uint8, (None, self.shape[1] // block_size * block_bytes))
         self._fill(row, number, data)
 
     def _fill(self, row: int, encoding: int, data: NDArray[Any]) -> None:
@@ -352,6 +355,10 @@ class Model:
         self._pool, self._shape = pool, shape
         self._kept: list[Matrix | Float32Array] = []
         self._handle = _POINTER()
+        self._batch: ForwardBatch | None = None  # the newest, as `_arguments` has it
+        self._arguments = _Batch()
+        self._kv: HostKVPool | None = None
+        self._kv_arguments = _Kv()
         pool.library.call(
             "pm_model_create", pool.handle, ctypes.addressof(shape), ctypes.byref(self._handle)
         )
@@ -362,29 +369,47 @@ class Model:
 
     def set_vector(self, vector: Vector, layer: int, data: Float32Array) -> None:
         """`data` is read while the model lives: it must not change."""
-        _check(data, np.float32, data.shape)
+        check_array(data, np.float32, data.shape)
         self._pool.library.call("pm_model_set_vector", self._handle, vector, layer, _address(data))
         self._kept.append(data)
 
     def forward(self, batch: ForwardBatch, kv: HostKVPool) -> Float32Array:
         """One step: writes K and V into `kv` and returns logits [S, V].
 
-        The batch is taken as checked by `check_batch`.
+        A batch whose numbers alone have changed since the last call costs next to nothing here.
+
+        Raises:
+            ValueError: an index is out of range; names the array. Nothing was written.
         """
+        if batch is not self._batch:
+            check_layout(batch)
+            self._batch, self._arguments = batch, _batch(batch)
+        if kv is not self._kv:
+            self._kv, self._kv_arguments = kv, _kv(kv)
+        arguments = ctypes.addressof(self._arguments), ctypes.addressof(self._kv_arguments)
+        self._check(batch, kv, *arguments)
         logits = np.empty((len(batch.sample_rows), self._shape.vocab_size), dtype=np.float32)
-        arguments, pool = _batch(batch), _kv(kv)
-        self._pool.library.call(
-            "pm_model_forward",
-            *(self._handle, ctypes.addressof(arguments), ctypes.addressof(pool)),
-            _address(logits),
-        )
+        self._pool.library.call("pm_model_forward", self._handle, *arguments, _address(logits))
         return logits
+
+    def _check(self, batch: ForwardBatch, kv: HostKVPool, arguments: int, pool: int) -> None:
+        """`check_batch` and the model's own limits, in native code; numpy names what is wrong."""
+        vocab_size, max_positions = self._shape.vocab_size, self._shape.max_positions
+        if not self._pool.library.functions.pm_check_batch(
+            arguments, len(batch.kv_page_ids), pool, vocab_size, max_positions
+        ):
+            return
+        check_batch(batch, num_pages=kv.num_pages, page_size=kv.page_size)
+        if not 0 <= batch.token_ids.min() <= batch.token_ids.max() < vocab_size:
+            raise ValueError(f"token_ids: outside the vocabulary of {vocab_size}")
+        raise ValueError(f"positions: beyond the context of {max_positions} tokens")
 
     def close(self) -> None:
         """Frees the model and its matrices."""
         if self._handle:
             self._pool.library.functions.pm_model_destroy(self._handle)
             self._handle = _POINTER()
+        self._batch = self._kv = None
         for kept in self._kept:
             if isinstance(kept, Matrix):
                 kept.close()
@@ -398,59 +423,6 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def check_batch(batch: ForwardBatch, *, num_pages: int, page_size: int) -> None:
-    """Every index of the batch is inside its array; the kernels trust it afterwards.
-
-    Raises:
-        ValueError: names the array.
-    """
-    num_tokens, num_sequences = batch.num_tokens, batch.num_sequences
-    for name, length in (("positions", num_tokens), ("kv_slots", num_tokens)):
-        _check(getattr(batch, name), np.int32, (length,), name)
-    _check(batch.token_ids, np.int32, (None,), "token_ids")
-    for name in ("kv_page_ids", "sample_rows"):
-        _check(getattr(batch, name), np.int32, (None,), name)
-    _check(batch.kv_last_page_len, np.int32, (num_sequences,), "kv_last_page_len")
-    _check_indptr("qo_indptr", batch.qo_indptr, num_sequences, num_tokens)
-    _check_indptr("kv_indptr", batch.kv_indptr, num_sequences, len(batch.kv_page_ids))
-    _check_range("kv_slots", batch.kv_slots, 0, num_pages * page_size)
-    _check_range("kv_page_ids", batch.kv_page_ids, 0, num_pages)
-    _check_range("kv_last_page_len", batch.kv_last_page_len, 1, page_size + 1)
-    _check_range("sample_rows", batch.sample_rows, 0, num_tokens)
-    pages = np.diff(batch.kv_indptr)
-    if num_sequences and pages.min() < 1:
-        raise ValueError("kv_indptr: a sequence has no page")
-    lengths = (pages - 1) * page_size + batch.kv_last_page_len
-    row_lengths = np.repeat(lengths, np.diff(batch.qo_indptr))
-    if num_tokens and not (
-        0 <= batch.positions.min() and bool((batch.positions < row_lengths).all())
-    ):
-        raise ValueError("positions: a row lies outside its sequence's pages")
-
-
-def _check_indptr(name: str, indptr: Int32Array, count: int, total: int) -> None:
-    _check(indptr, np.int32, (count + 1,), name)
-    if indptr[0] != 0 or indptr[-1] != total or (np.diff(indptr) < 0).any():
-        raise ValueError(f"{name}: must rise from 0 to {total}")
-
-
-def _check_range(name: str, values: Int32Array, low: int, high: int) -> None:
-    if len(values) and not (low <= values.min() and values.max() < high):
-        raise ValueError(f"{name}: a value lies outside {low}..{high - 1}")
-
-
-def _check(
-    array: NDArray[Any], dtype: Any, shape: tuple[int | None, ...], name: str = "array"
-) -> None:
-    if array.dtype != dtype or not array.flags.c_contiguous:
-        raise ValueError(f"{name}: must be C-contiguous {np.dtype(dtype)}, not {array.dtype}")
-    if array.ndim != len(shape) or any(
-        wanted is not None and wanted != size
-        for wanted, size in zip(shape, array.shape, strict=True)
-    ):
-        raise ValueError(f"{name}: has shape {array.shape}; wanted {shape}")
-
-
 def _batch(batch: ForwardBatch) -> _Batch:
     """The caller keeps `batch` alive while the result is used."""
     arrays = (getattr(batch, str(name)) for name, _ in _Batch._fields_[3:])
@@ -462,7 +434,3 @@ def _batch(batch: ForwardBatch) -> _Batch:
 def _kv(kv: HostKVPool) -> _Kv:
     """The caller keeps `kv` alive while the result is used."""
     return _Kv(_address(kv.data), KV_KINDS[kv.dtype], kv.num_pages, kv.page_size)
-
-
-def _address(array: NDArray[Any]) -> int:
-    return array.ctypes.data

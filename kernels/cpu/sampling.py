@@ -14,12 +14,14 @@ import numpy as np
 from palmette.kernels.sampling import (
     NOT_FINITE,
     Float32Array,
+    Int32Array,
     SampleBatch,
     SampleResult,
     edited_row,
     uniforms,
 )
 
+from .checks import address_of as _address
 from .ops import Pool
 
 _INT64 = ctypes.c_int64
@@ -46,6 +48,64 @@ class _Sampling(ctypes.Structure):
     )
 
 
+class _Call:
+    """A call of pm_sample for `params`: its arguments, and the arrays they point to."""
+
+    def __init__(
+        self, params: SampleBatch, edited: dict[int, Float32Array], vocab_size: int
+    ) -> None:
+        num_rows = len(params.targets)
+        self.params = params
+        self.is_drawn = bool(params.temperature.any())
+        self.most_top = int(params.num_top.max(initial=-1))  # -1: no logprob is wanted
+        self.is_plain = not edited and params.masks is None and (params.targets < 0).all()
+        width = min(max(self.most_top, 1), vocab_size)
+        self.random = np.zeros(num_rows)
+        self.token_ids = np.empty(num_rows, np.int32)
+        self.logprobs = np.full(num_rows, np.nan, np.float32)
+        self.top_ids = np.empty((num_rows, width), np.int32)
+        self.top_logprobs = np.empty((num_rows, width), np.float32)
+        addresses, masks = _row_addresses(params, edited)
+        parameters = (
+            *(params.targets, params.temperature, params.top_k, params.top_p, params.min_p),
+            *(self.random, params.num_top),
+        )
+        arrays = (
+            *(addresses[0], addresses[1]),
+            *map(np.ascontiguousarray, parameters),
+            *(self.token_ids, self.logprobs, self.top_ids, self.top_logprobs),
+        )
+        self.kept = arrays, masks, edited
+        self.arguments = _Sampling(num_rows, vocab_size, width, 0, *map(_address, arrays))
+        self.no_top = (_NO_IDS,) * num_rows, (_NO_VALUES,) * num_rows
+
+    def result(self) -> SampleResult:
+        """Copies: the call may be made again."""
+        if self.most_top < 0 and self.is_plain:
+            return SampleResult(
+                token_ids=self.token_ids.copy(),
+                logprobs=self.logprobs,  # NaN for ever
+                top_ids=self.no_top[0],
+                top_logprobs=self.no_top[1],
+            )
+        top = self.no_top
+        if self.most_top > 0:
+            wanted = np.maximum(self.params.num_top, 0)
+            counts = np.where(self.token_ids == NOT_FINITE, 0, wanted)
+            top = (
+                tuple(ids[:n].copy() for ids, n in zip(self.top_ids, counts, strict=True)),
+                tuple(best[:n].copy() for best, n in zip(self.top_logprobs, counts, strict=True)),
+            )
+        result = SampleResult(
+            token_ids=self.token_ids.copy(),
+            logprobs=self.logprobs.copy(),
+            top_ids=top[0],
+            top_logprobs=top[1],
+        )
+        self.logprobs.fill(np.nan)
+        return result
+
+
 class NativeSampler:
     """Chooses tokens for one runner; keeps the scratch of the pool's threads."""
 
@@ -55,28 +115,31 @@ class NativeSampler:
         scratch = np.empty(pool.num_threads * floats + 16, np.float32)
         skipped = -scratch.ctypes.data // 4 % 16
         self._scratch = scratch[skipped:]
+        self._scratch_address = _address(self._scratch)
+        self._call: _Call | None = None  # the newest of plain rows, to be made again
 
     def sample(self, logits: Float32Array, params: SampleBatch) -> SampleResult:
         """`kernels.sampling.sample_rows`; logits [S, V], not changed."""
-        if params.temperature.any():
-            random = uniforms(params.seeds, params.choices, params.positions)
-        else:
-            random = np.zeros(len(logits))
+        call = self._call
+        if call is not None and call.params is params:
+            return self._run(call, logits)
+        self._call = None
         edited = {
             i: edited_row(logits[i], special, params, i)
             for i, special in enumerate(params.rows)
             if special is not None
         }
         banned = {i: self._ban(row, params, i) for i, row in edited.items()}
-        result = self._run(logits, params, random, edited)
+        call = _Call(params, edited, self._vocab_size)
+        if call.is_plain:
+            self._call = call
+        result = self._run(call, logits)
         again = [i for i, ids in banned.items() if len(ids) and result.token_ids[i] == NOT_FINITE]
         for i in again:  # nothing else was allowed: the grammar wins over the ban
             special = params.rows[i]
             assert special is not None
             edited[i][special.banned_ids] = banned[i]
-        if not again:
-            return result
-        return self._run(logits, params, random, edited)
+        return self._run(call, logits) if again else result
 
     @staticmethod
     def _ban(row: Float32Array, params: SampleBatch, i: int) -> Float32Array:
@@ -87,56 +150,32 @@ class NativeSampler:
         row[special.banned_ids] = -np.inf
         return kept
 
-    def _run(
-        self,
-        logits: Float32Array,
-        params: SampleBatch,
-        random: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
-        edited: dict[int, Float32Array],
-    ) -> SampleResult:
-        num_rows = len(logits)
-        most_top = max(int(params.num_top.max(initial=0)), 1)
-        most_top = min(most_top, self._vocab_size)
-        addresses = np.zeros((2, num_rows), np.uint64)  # of the edited rows and the masks
-        for i, row in edited.items():
-            addresses[0, i] = row.ctypes.data
-        if params.masks is not None:
-            masks = np.ascontiguousarray(params.masks, np.int32)
-            starts = masks.ctypes.data + masks.strides[0] * np.arange(num_rows, dtype=np.uint64)
-            addresses[1] = np.where(params.has_mask, starts, np.uint64(0))
-        token_ids = np.empty(num_rows, np.int32)
-        logprobs = np.full(num_rows, np.nan, np.float32)
-        top_ids = np.empty((num_rows, most_top), np.int32)
-        top_logprobs = np.empty((num_rows, most_top), np.float32)
-        parameters = (
-            *(params.targets, params.temperature, params.top_k, params.top_p, params.min_p),
-            *(random, params.num_top),
-        )
-        arrays = (
-            *(logits, addresses[0], addresses[1]),
-            *map(np.ascontiguousarray, parameters),
-            *(token_ids, logprobs, top_ids, top_logprobs),
-        )
-        arguments = _Sampling(
-            num_rows,
-            self._vocab_size,
-            most_top,
-            *(array.__array_interface__["data"][0] for array in arrays),
-        )
+    def _run(self, call: _Call, logits: Float32Array) -> SampleResult:
+        params = call.params
+        if call.is_drawn:
+            call.random[:] = uniforms(params.seeds, params.choices, params.positions)
+        call.arguments.logits = _address(logits)
         self._pool.library.call(
             "pm_sample",
-            *(self._pool.handle, ctypes.addressof(arguments), self._scratch.ctypes.data),
+            *(self._pool.handle, ctypes.addressof(call.arguments), self._scratch_address),
         )
-        top = (_NO_IDS,) * num_rows, (_NO_VALUES,) * num_rows
-        if params.num_top.max(initial=0) > 0:
-            counts = np.where(token_ids == NOT_FINITE, 0, np.maximum(params.num_top, 0))
-            top = (
-                tuple(ids[:count] for ids, count in zip(top_ids, counts, strict=True)),
-                tuple(values[:count] for values, count in zip(top_logprobs, counts, strict=True)),
-            )
-        return SampleResult(
-            token_ids=token_ids, logprobs=logprobs, top_ids=top[0], top_logprobs=top[1]
-        )
+        return call.result()
+
+
+def _row_addresses(
+    params: SampleBatch, edited: dict[int, Float32Array]
+) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.uint64]], Int32Array | None]:
+    """Addresses [2, S] of the edited rows and of the masks, 0: none; the masks they point to."""
+    num_rows = len(params.targets)
+    addresses = np.zeros((2, num_rows), np.uint64)
+    for i, row in edited.items():
+        addresses[0, i] = _address(row)
+    if params.masks is None:
+        return addresses, None
+    masks = np.ascontiguousarray(params.masks, np.int32)
+    starts = _address(masks) + masks.strides[0] * np.arange(num_rows, dtype=np.uint64)
+    addresses[1] = np.where(params.has_mask, starts, np.uint64(0))
+    return addresses, masks
 
 
 class NativeLogits:

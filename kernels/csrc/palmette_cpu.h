@@ -166,6 +166,10 @@ PM_EXPORT int pm_silu_mul(PmPool* pool, const float* gate_up, int64_t m, int64_t
 PM_EXPORT int pm_rope(PmPool* pool, float* x, const int32_t* positions, int64_t t, int64_t heads,
                       int64_t d, const float* cos_table, const float* sin_table);
 // k and v [T, G, D] into the batch's slots of the first layer of the pool
+// Whether every index of the batch lies inside its array, num_page_ids being the length of
+// kv_page_ids: PM_OK or PM_INVALID.
+PM_EXPORT int pm_check_batch(const PmBatch* batch, int64_t num_page_ids, const PmKv* kv,
+                             int64_t vocab_size, int64_t max_positions);
 PM_EXPORT int pm_kv_write(PmPool* pool, const PmBatch* batch, const float* k, const float* v,
                           const PmKv* kv, int64_t g, int64_t d);
 // q [T, H, D], out [T, H, D]; the first layer of the pool; window 0: none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.cpu import build, ops
+from palmette.kernels.cpu.checks import check_batch
 from palmette.kernels.cpu.kv_pool import HostKVPool
 from palmette.kernels.kv_dtype import KV_DTYPES, KVDtype
 
@@ -282,6 +284,19 @@ def test_what_is_not_finite_shows_and_harms_no_other_row(
     np.testing.assert_array_equal(pool.attention(both, q, kv)[1], clean[1])
 
 
+def natively_valid(batch: ForwardBatch) -> bool:
+    """What the native check says of a batch in a pool of 3 pages of 16 tokens."""
+    kv = HostKVPool(
+        num_layers=1, num_pages=3, page_size=16, num_kv_heads=1, head_dim=8, dtype="fp32"
+    )
+    arguments, pool = ops._batch(batch), ops._kv(kv)
+    status = ops.Library().functions.pm_check_batch(
+        *(ctypes.addressof(arguments), len(batch.kv_page_ids), ctypes.addressof(pool)),
+        *(2**31 - 1, 2**31 - 1),
+    )
+    return bool(status == 0)
+
+
 @pytest.mark.parametrize(
     ("field", "values", "message"),
     [
@@ -301,11 +316,13 @@ def test_what_is_not_finite_shows_and_harms_no_other_row(
 )
 def test_check_batch_names_the_bad_array(field: str, values: list[int], message: str) -> None:
     batch = batch_of([2], [39], [[0, 1, 2]], 16)
-    ops.check_batch(batch, num_pages=3, page_size=16)
+    check_batch(batch, num_pages=3, page_size=16)
+    assert natively_valid(batch)
     bad = replace(batch, **{field: np.array(values, np.int32)})
+    assert not natively_valid(bad)
     with pytest.raises(ValueError, match=message):
-        ops.check_batch(bad, num_pages=3, page_size=16)
+        check_batch(bad, num_pages=3, page_size=16)
     with pytest.raises(ValueError, match=field):
-        ops.check_batch(
+        check_batch(
             replace(batch, **{field: np.array(values, np.int64)}), num_pages=3, page_size=16
         )

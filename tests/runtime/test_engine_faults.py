@@ -126,18 +126,21 @@ def lease_of_victim(lease: Lease) -> bool:
     return VICTIM_TOKEN in np.frombuffer(lease._data, np.int32)
 
 
+# The tree is told of the prompt, then page by page: of the first token, of the rest of its page,
+# of the first token of the next one. The rest of that is told at the end, when all was answered.
+NUM_TOLD = 4
 TREE_POINTS = {
     "match": ("match", 1),
     "acquire": ("acquire", 1),
     "frontier": ("frontier", 1),
     "claim-first": ("claim", 1),
-    "claim-middle": ("claim", 4),
-    "claim-last": ("claim", NUM_STEPS),
+    "claim-middle": ("claim", 3),
+    "claim-last": ("claim", NUM_TOLD),
     "publish-first": ("publish", 1),
-    "publish-middle": ("publish", 4),
-    "publish-last": ("publish", NUM_STEPS),
+    "publish-middle": ("publish", 3),
+    "publish-last": ("publish", NUM_TOLD),
     "extend-first": ("extend", 1),
-    "extend-last": ("extend", NUM_STEPS - 1),
+    "extend-last": ("extend", NUM_TOLD - 1),
 }
 
 
@@ -167,6 +170,28 @@ def test_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         faulty = engine()
         monkeypatch.setattr(faulty._tree, method, failing.__get__(faulty._tree))
         check_isolated(faulty, failpoint)
+
+
+@pytest.mark.parametrize("method", ["extend", "claim", "publish"])
+def test_pages_that_are_told_of_at_the_end(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is whole by then: the cache alone goes without, and no page is lost."""
+    failpoint = Failpoint(NUM_TOLD if method == "extend" else NUM_TOLD + 1)
+    faulty, expected = engine(), answers_without_faults()
+    original = getattr(faulty._tree, method)
+
+    def failing(lease: Lease, *rest: object) -> object:
+        failpoint(lease_of_victim(lease))
+        return original(lease, *rest)
+
+    monkeypatch.setattr(faulty._tree, method, failing)
+    got = run_all(faulty, requests())
+    assert failpoint.num_calls == failpoint.when
+    assert {n: (a.token_ids, a.finish) for n, a in got.items()} == {
+        n: (a.token_ids, a.finish) for n, a in expected.items()
+    }
+    faulty.check()
+    assert faulty.stats().used_pages == 0
+    assert run_all(faulty, requests())["victim"].token_ids == expected["victim"].token_ids
 
 
 def check_match(failpoint: Failpoint) -> None:
@@ -364,9 +389,9 @@ def test_detokenise(when: int, monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*args, **named)  # type: ignore[arg-type]
             self.is_victim = next(makes) == 0
 
-        def push(self, token_ids: Sequence[int]) -> str:  # type: ignore[override]
+        def push_one(self, token_id: int) -> str:
             failpoint(self.is_victim)
-            return super().push(token_ids)
+            return super().push_one(token_id)
 
     expected = answers_without_faults()
     monkeypatch.setattr(delivery, "Detokenizer", Failing)

@@ -34,7 +34,9 @@ def _stream(ids: Sequence[int], cuts: Sequence[int], *, skip_special: bool = Tru
     detokenizer = Detokenizer(VOCABULARY, skip_special=skip_special)
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     parts = [detokenizer.push(ids[a:b]) for a, b in itertools.pairwise(edges)]
-    return "".join(parts) + detokenizer.flush()
+    shown = "".join(parts) + detokenizer.flush()
+    assert "".join(map(detokenizer.push_one, ids)) + detokenizer.flush() == shown
+    return shown
 
 
 @given(st.binary(max_size=64), st.lists(st.integers(0, 64), max_size=64))

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from palmette.kernels.cpu.checks import check_batch
 from palmette.kernels.cpu.measure import Limits, best_time, measure_limits
-from palmette.kernels.cpu.ops import MatrixKind, Pool, check_batch
+from palmette.kernels.cpu.ops import MatrixKind, Pool
 from palmette.server.__main__ import main
 from palmette.server.bench_kernels import _batch
 

@@ -1,0 +1,109 @@
+"""A batch that continues the one before is the batch that is built afresh."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from palmette.kernels.batch import ForwardBatch
+from palmette.kernels.sampling import SampleBatch
+from palmette.runtime.batch import BatchBuilder
+from palmette.runtime.engine import Engine
+from palmette.runtime.fake_runner import FakeRunner, fake_engine
+from palmette.runtime.plan import StepPlan
+from palmette.runtime.request import Request, SamplingParams
+
+PAGE_SIZE = 4
+
+
+class CheckedBuilder(BatchBuilder):
+    """Compares every step with what a new builder makes of it; counts what was continued."""
+
+    def make(self, engine: Engine) -> CheckedBuilder:
+        old = engine._builder
+        super().__init__(
+            engine._table,
+            page_size=PAGE_SIZE,
+            token_budget=len(old._token_ids),
+            mask_words=old._mask_words,
+            end_ids=old._end_ids,
+        )
+        self.num_continued = self.num_same_params = 0
+        self.fresh = old
+        return self
+
+    def build(self, plan: StepPlan) -> ForwardBatch:
+        newest = self._batch
+        batch = super().build(plan)
+        self.num_continued += batch is newest
+        self.fresh._num_steady = 0
+        assert_equal(batch, self.fresh.build(plan))
+        return batch
+
+    def sampling(self, plan: StepPlan, *, faults: dict[int, Exception]) -> SampleBatch:
+        newest = self._params
+        params = super().sampling(plan, faults=faults)
+        self.num_same_params += params is newest
+        self.fresh._params = None
+        assert_equal(params, self.fresh.sampling(plan, faults=faults))
+        return params
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    for field in fields(a):
+        left, right = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(left, np.ndarray):
+            assert left.dtype == right.dtype
+            assert left.tolist() == right.tolist(), field.name
+        elif field.name == "rows":
+            assert [row is None for row in left] == [row is None for row in right]
+        else:
+            assert left is None
+            assert right is None
+
+
+def request(name: str, num_prompt: int, **sampling: Any) -> Request:
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, **sampling)
+    return Request(request_id=name, prompt_ids=tuple(range(num_prompt)), sampling=params)
+
+
+@pytest.mark.parametrize(
+    ("requests", "num_continued"),
+    [
+        # All at page starts: 1 of 4 steps adds pages.
+        ([request("a", 8), request("b", 8, temperature=0.0)], 21),
+        # At three places of a page: 1 of 4 steps needs no page.
+        ([request("a", 8), request("b", 9), request("c", 10)], 7),
+        ([request("a", 8, min_new_tokens=20, stop_token_ids=(7,))], 21),
+        ([request("a", 8, presence_penalty=1.0), request("b", 8)], 21),
+    ],
+)
+def test_continued_batches(requests: list[Request], num_continued: int) -> None:
+    engine = fake_engine(runner=FakeRunner(num_pages=64, page_size=PAGE_SIZE, vocab_size=300))
+    builder = engine._builder = CheckedBuilder.__new__(CheckedBuilder).make(engine)
+    engine.submit(requests)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert builder.num_continued == num_continued
+
+
+def test_rows_that_change_between_steps() -> None:
+    """Arrivals, ends, aborts and preemptions: whatever continues, the arrays are right."""
+    engine = fake_engine(runner=FakeRunner(num_pages=64, page_size=PAGE_SIZE, vocab_size=300))
+    builder = engine._builder = CheckedBuilder.__new__(CheckedBuilder).make(engine)
+    engine.submit([request(name, 8 + i) for i, name in enumerate("abc")])
+    for step in range(100):
+        if step == 6:
+            engine.preempt("b")
+        if step == 9:
+            engine.abort(["c"])
+        if step == 14:
+            engine.submit([request("d", 17)])
+        engine.step()
+        engine.check()
+    assert not engine.has_work
+    assert builder.num_continued > 0
