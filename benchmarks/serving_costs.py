@@ -16,6 +16,7 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import socket
 import statistics
 import subprocess
@@ -143,7 +144,11 @@ class TimedRunner(CpuRunner):
 
 
 def host_share(streams: int, steps: int) -> dict[str, object]:
-    """Medians over the steps of an engine in which `streams` sequences decode."""
+    """Medians over the steps of an engine in which `streams` sequences decode.
+
+    Without SIGINT, as in the engine process; where it is handled each step defers it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine = Engine.load(EngineConfig(runner="native", kv_tokens=streams * (steps + 64)))
     runner = engine._runner
     runner.__class__ = TimedRunner

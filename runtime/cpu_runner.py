@@ -105,7 +105,8 @@ class CpuRunner:
         """
         if self._model is None:
             raise RuntimeError("native runner: is closed")
-        return NativeLogits(self._model.forward(batch, self._pool), self._sampler)
+        logits = self._model.forward(batch, self._pool)
+        return NativeLogits(logits, self._sampler, self._model.logits_at)
 
     def close(self) -> None:
         """Frees the weights and ends the threads; a second call does nothing."""

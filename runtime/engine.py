@@ -21,7 +21,7 @@ from .batch import BatchBuilder
 from .cache import PrefixCache
 from .commit import CommitHooks, Committer
 from .config import EngineConfig
-from .faults import Aborted, SequenceFault, check_room, explain
+from .faults import Aborted, SequenceFault, check_room, deadline_passed, explain
 from .intake import Intake
 from .interrupts import deferred_interrupt
 from .metrics import Counters, EngineStats
@@ -35,6 +35,7 @@ from .request import (
     Output,
     Request,
     RequestError,
+    TokenLogprob,
 )
 from .runner import ModelRunner
 from .scheduler import Scheduler
@@ -296,12 +297,7 @@ class Engine:
             _, arrival, request_id = heapq.heappop(self._deadlines)
             sequence = self._live.get(request_id)
             if sequence is not None and sequence.arrival == arrival:
-                info = ErrorInfo(
-                    code="deadline",
-                    message=f"request {sequence.request_id}: its deadline of "
-                    f"{sequence.request.deadline_s} s has passed",
-                )
-                self._end(sequence, ABORTED, error=info)
+                self._end(sequence, ABORTED, error=deadline_passed(sequence.request))
 
     def _note_stall(self) -> None:
         """Nothing could be done: after a few such steps the request in the way is failed."""
@@ -337,33 +333,31 @@ class Engine:
 
     def _emit_token(self, sequence: SequenceState, token_id: int) -> None:
         """Queue the output of one token: the usual case, in as little as it takes."""
-        text = sequence.delivery.pass_on(token_id)
-        self._outputs.append(
-            Output(
-                request_id=sequence.request_id,
-                token_ids=(token_id,),
-                text=text,
-                prompt_logprobs=sequence.take_prompt_logprobs(),
-                usage=sequence.usage(),
-                timing=sequence.timing(),
-            )
-        )
+        self._tell(sequence, (token_id,), sequence.delivery.pass_on(token_id), ())
 
     def _emit(self, sequence: SequenceState) -> None:
         """Queue an output for what has become deliverable, if anything has."""
         token_ids, text, logprobs = sequence.delivery.take()
         if token_ids or text:
-            self._outputs.append(
-                Output(
-                    request_id=sequence.request_id,
-                    token_ids=token_ids,
-                    text=text,
-                    logprobs=logprobs,
-                    prompt_logprobs=sequence.take_prompt_logprobs(),
-                    usage=sequence.usage(),
-                    timing=sequence.timing(),
-                )
-            )
+            self._tell(sequence, token_ids, text, logprobs)
+
+    def _tell(
+        self,
+        sequence: SequenceState,
+        token_ids: tuple[int, ...],
+        text: str,
+        logprobs: tuple[TokenLogprob, ...],
+    ) -> None:
+        output = Output(
+            request_id=sequence.request_id,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            prompt_logprobs=sequence.take_prompt_logprobs(),
+            usage=sequence.usage(),
+            timing=sequence.timing(),
+        )
+        self._outputs.append(output)
 
     def _finish(self, sequence: SequenceState, finish: Finish) -> None:
         """End a complete sequence; what was held back of its text goes out."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from palmette.constrained.spec import GrammarError
 
-from .request import ErrorInfo
+from .request import ErrorInfo, Request
 
 
 class SequenceFault(RuntimeError):
@@ -45,3 +45,10 @@ def explain(request_id: str, error: Exception) -> ErrorInfo:
         message = f"request {request_id}: out of memory; try a shorter prompt"
         return ErrorInfo(code="out_of_memory", message=message)
     return ErrorInfo(code="internal", message=f"request {request_id}: internal error")
+
+
+def deadline_passed(request: Request) -> ErrorInfo:
+    return ErrorInfo(
+        code="deadline",
+        message=f"request {request.request_id}: its deadline of {request.deadline_s} s has passed",
+    )

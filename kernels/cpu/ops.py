@@ -355,6 +355,7 @@ class Model:
         self._pool, self._shape = pool, shape
         self._kept: list[Matrix | Float32Array] = []
         self._handle = _POINTER()
+        self.logits_at = 0  # address of the newest logits
         self._batch: ForwardBatch | None = None  # the newest, as `_arguments` has it
         self._arguments = _Batch()
         self._kv: HostKVPool | None = None
@@ -389,7 +390,8 @@ class Model:
         arguments = ctypes.addressof(self._arguments), ctypes.addressof(self._kv_arguments)
         self._check(batch, kv, *arguments)
         logits = np.empty((len(batch.sample_rows), self._shape.vocab_size), dtype=np.float32)
-        self._pool.library.call("pm_model_forward", self._handle, *arguments, _address(logits))
+        self.logits_at = _address(logits)
+        self._pool.library.call("pm_model_forward", self._handle, *arguments, self.logits_at)
         return logits
 
     def _check(self, batch: ForwardBatch, kv: HostKVPool, arguments: int, pool: int) -> None:

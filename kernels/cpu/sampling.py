@@ -118,11 +118,19 @@ class NativeSampler:
         self._scratch_address = _address(self._scratch)
         self._call: _Call | None = None  # the newest of plain rows, to be made again
 
-    def sample(self, logits: Float32Array, params: SampleBatch) -> SampleResult:
-        """`kernels.sampling.sample_rows`; logits [S, V], not changed."""
+    def sample(
+        self, logits: Float32Array, params: SampleBatch, *, address: int | None = None
+    ) -> SampleResult:
+        """`kernels.sampling.sample_rows`; logits [S, V], not changed.
+
+        `address` is that of `logits`, where it is known: the pool's other threads stop looking
+        for work some 40 us after a step, and to ask numpy takes half of that.
+        """
+        if address is None:
+            address = _address(logits)
         call = self._call
         if call is not None and call.params is params:
-            return self._run(call, logits)
+            return self._run(call, address)
         self._call = None
         edited = {
             i: edited_row(logits[i], special, params, i)
@@ -133,13 +141,13 @@ class NativeSampler:
         call = _Call(params, edited, self._vocab_size)
         if call.is_plain:
             self._call = call
-        result = self._run(call, logits)
+        result = self._run(call, address)
         again = [i for i, ids in banned.items() if len(ids) and result.token_ids[i] == NOT_FINITE]
         for i in again:  # nothing else was allowed: the grammar wins over the ban
             special = params.rows[i]
             assert special is not None
             edited[i][special.banned_ids] = banned[i]
-        return self._run(call, logits) if again else result
+        return self._run(call, address) if again else result
 
     @staticmethod
     def _ban(row: Float32Array, params: SampleBatch, i: int) -> Float32Array:
@@ -150,11 +158,11 @@ class NativeSampler:
         row[special.banned_ids] = -np.inf
         return kept
 
-    def _run(self, call: _Call, logits: Float32Array) -> SampleResult:
+    def _run(self, call: _Call, address: int) -> SampleResult:
         params = call.params
         if call.is_drawn:
             call.random[:] = uniforms(params.seeds, params.choices, params.positions)
-        call.arguments.logits = _address(logits)
+        call.arguments.logits = address
         self._pool.library.call(
             "pm_sample",
             *(self._pool.handle, ctypes.addressof(call.arguments), self._scratch_address),
@@ -179,11 +187,12 @@ def _row_addresses(
 
 
 class NativeLogits:
-    """A runner.StepHandle over logits [S, V] that lie in host memory."""
+    """A runner.StepHandle over logits [S, V] that lie in host memory, at `address`."""
 
-    def __init__(self, logits: Float32Array, sampler: NativeSampler) -> None:
+    def __init__(self, logits: Float32Array, sampler: NativeSampler, address: int) -> None:
         self.logits = logits
         self._sampler = sampler
+        self._address = address
 
     def sample(self, params: SampleBatch) -> SampleResult:
-        return self._sampler.sample(self.logits, params)
+        return self._sampler.sample(self.logits, params, address=self._address)
