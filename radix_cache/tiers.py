@@ -64,7 +64,7 @@ class PageTiers:
         """Copy a little of what was kept to the disk."""
         self._pages_left = max(1, STEP_BYTES // self._pool.page_bytes)
         if self.disk is not None and self._to_keep and self.disk.has_room(STEP_BYTES):
-            self._copy_kept(self._pages_left)
+            self._keep(self._pages_left)
 
     def find(self, lease: Lease) -> int:
         """How many tokens from 0 the tree and the tiers have together, in whole pages."""
@@ -119,10 +119,18 @@ class PageTiers:
             self._to_keep.extend(self._tree.leaves())
             deadline = time.monotonic() + CLOSE_TIMEOUT_S
             while self._to_keep and time.monotonic() < deadline:
-                self._copy_kept(QUEUE_BYTES // self._pool.page_bytes)
+                self._keep(QUEUE_BYTES // self._pool.page_bytes)
                 self.disk.wait()
         for store in self._stores:
             store.close()
+
+    def _keep(self, num_pages: int) -> None:
+        try:
+            self._copy_kept(num_pages)
+        except Exception:  # fault boundary: the disk goes without the rest of this path
+            logger.exception("prefix cache: pages could not be exported")
+            if self._to_keep:
+                self._to_keep.popleft()
 
     def _copy_kept(self, num_pages: int) -> None:
         """Copy up to `num_pages` pages, at least one, of what requests left; roots first."""

@@ -10,12 +10,15 @@ pages on readmission, bit for bit, so that no answer changes.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from palmette.kernels.backend import KVPool
 from palmette.radix_cache.tree import Lease, RadixTree
 
 from .sequence import SequenceState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,11 @@ class SwapSpace:
         pages = lease.page_ids[start // page_size : -(-end // page_size)]
         if self.num_bytes + len(pages) * self._pool.page_bytes > self._max_bytes:
             return False
-        data = self._pool.export(pages)
+        try:
+            data = self._pool.export(pages)
+        except Exception:  # fault boundary: what cannot be copied out is computed again
+            logger.exception("pages of request %s were not swapped out", sequence.request_id)
+            return False
         self._swapped[sequence.arrival] = _Swapped(start, end, data)
         self.num_bytes += len(data)
         return True
@@ -78,7 +85,11 @@ class SwapSpace:
             return 0
         first, end = frontier // page_size, -(-swapped.end // page_size)
         skipped = (first - swapped.start // page_size) * self._pool.page_bytes
-        self._pool.import_(lease.page_ids[first:end], swapped.data[skipped:])
+        try:
+            self._pool.import_(lease.page_ids[first:end], swapped.data[skipped:])
+        except Exception:  # fault boundary: nothing is claimed yet
+            logger.exception("pages of request %s were not swapped in", sequence.request_id)
+            return 0
         tree.claim(lease, swapped.end - frontier)
         tree.publish(lease, swapped.end)
         return swapped.end - frontier

@@ -67,6 +67,27 @@ def test_a_swapped_sequence_goes_on_without_computing_anything_again() -> None:
     assert (engine.stats().swapped, engine.stats().swapped_bytes) == (0, 0)
 
 
+@pytest.mark.parametrize("copy", ["export", "import_"])
+def test_where_a_copy_fails_it_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch, copy: str
+) -> None:
+    def fail(*arguments: object) -> bytes:
+        raise MemoryError
+
+    wanted = request("r", range(30), 20)
+    alone = run_all(engine_of(), [wanted])["r"]
+    engine = engine_of()
+    monkeypatch.setattr(engine._runner.pool, copy, fail)
+    engine.submit([wanted])
+    answers = steps(engine, 6)
+    assert engine.preempt("r")
+    assert engine.flush_cache()
+    got = finish(engine, answers)["r"]
+    assert (got.error, got.token_ids) == (None, alone.token_ids)
+    assert got.usage.recomputed_tokens == 35
+    assert (engine.stats().swapped, engine.stats().swapped_bytes) == (0, 0)
+
+
 def test_a_short_one_is_computed_again() -> None:
     engine = engine_of(swap_min_tokens=64)
     engine.submit([request("r", range(30), 20)])

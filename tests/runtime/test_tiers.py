@@ -158,6 +158,26 @@ def test_a_full_disk_costs_no_request(
     assert len([r for r in caplog.records if r.name.startswith("palmette.radix_cache")]) == 1
 
 
+def test_pages_that_cannot_be_copied_for_the_disk_cost_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(page_ids: Sequence[int]) -> bytes:
+        raise MemoryError
+
+    target = engine(num_pages=64, disk_cache_dir=str(tmp_path))
+    with monkeypatch.context() as context:
+        context.setattr(target._runner.pool, "export", fail)
+        for first in range(3):
+            assert run(target, prompt(first)).computed_tokens == 21
+    assert run(target, prompt(9)).computed_tokens == 21
+    target.close()  # what is in the tree is tried once more
+    target = engine(num_pages=64, disk_cache_dir=str(tmp_path))
+    assert [run(target, prompt(first)).disk_tokens for first in (0, 1, 2, 9)] == [20] * 4
+    monkeypatch.setattr(target._runner.pool, "export", fail)
+    run(target, prompt(10))
+    target.close()
+
+
 def test_a_restore_is_spread_over_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("palmette.radix_cache.tiers.STEP_BYTES", 2 * 16 * PAGE)  # two pages
     target = engine(num_pages=64, host_cache_bytes=10**6)
