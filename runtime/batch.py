@@ -1,7 +1,7 @@
 """Build the arrays of a step from its plan: numpy over rows, into buffers that are reused.
 
 Where the rows of a step are those of the step before, one token further on and in no new page,
-its arrays are counted up instead, and its parameters are those of the step before.
+its arrays are counted up instead; while the rows stay, so do their parameters.
 
 Everything here is int32 and as long as the step needs; nothing is proportional to the context
 except the page lists, which are copied row by row from the sequence table.
@@ -72,11 +72,14 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan) -> ForwardBatch:
         """The forward arrays; also notes which rows are sampled, for `sampling`."""
-        if self._num_steady > 0 and not plan.chunks and self._continue(plan.decodes):
+        version = self._table.version
+        if plan.chunks or version != self._version or plan.decodes != self._decodes:
+            self._num_steady, self._params = 0, None  # other rows
+        if self._num_steady > 0 and self._continue(plan.decodes):
             assert self._batch is not None
             return self._batch
         self._batch = self._build(plan)
-        self._decodes, self._version, self._params = plan.decodes, self._table.version, None
+        self._decodes, self._version = plan.decodes, version
         self._num_steady = 0
         if plan.decodes and not plan.chunks:
             self._foresee(len(plan.decodes))
@@ -87,14 +90,14 @@ class BatchBuilder:
         growing = self._growing[:, :num_decodes]
         self._num_tokens = self._ends[:num_decodes].tolist()
         self._num_steady = self._page_size - int(growing[-1].max())
+        if self._num_steady == 0:
+            return
         steps = self._counting[self._num_steady : 0 : -1]
         self._steps = growing + steps[:, None, None]
 
     def _continue(self, decodes: list[SequenceState]) -> bool:
-        """Count the arrays of the step before up; False where this step is another one."""
+        """Count the arrays of the step before up; False where not each row is a token longer."""
         num_decodes = len(decodes)
-        if self._table.version != self._version or decodes != self._decodes:
-            return False
         self._num_tokens = [num_tokens + 1 for num_tokens in self._num_tokens]
         if self._num_tokens != [sequence.num_tokens for sequence in decodes]:
             return False

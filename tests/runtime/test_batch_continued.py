@@ -71,17 +71,19 @@ def request(name: str, num_prompt: int, **sampling: Any) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("requests", "num_continued"),
+    ("requests", "num_continued", "num_same_params"),
     [
         # All at page starts: 1 of 4 steps adds pages.
-        ([request("a", 8), request("b", 8, temperature=0.0)], 21),
+        ([request("a", 8), request("b", 8, temperature=0.0)], 21, 28),
         # At three places of a page: 1 of 4 steps needs no page.
-        ([request("a", 8), request("b", 9), request("c", 10)], 7),
-        ([request("a", 8, min_new_tokens=20, stop_token_ids=(7,))], 21),
-        ([request("a", 8, presence_penalty=1.0), request("b", 8)], 21),
+        ([request("a", 8), request("b", 9), request("c", 10)], 7, 28),
+        ([request("a", 8, min_new_tokens=20, stop_token_ids=(7,))], 21, 9),
+        ([request("a", 8, presence_penalty=1.0), request("b", 8)], 21, 0),
     ],
 )
-def test_continued_batches(requests: list[Request], num_continued: int) -> None:
+def test_continued_batches(
+    requests: list[Request], num_continued: int, num_same_params: int
+) -> None:
     engine = fake_engine(runner=FakeRunner(num_pages=64, page_size=PAGE_SIZE, vocab_size=300))
     builder = engine._builder = CheckedBuilder.__new__(CheckedBuilder).make(engine)
     engine.submit(requests)
@@ -89,6 +91,7 @@ def test_continued_batches(requests: list[Request], num_continued: int) -> None:
         engine.step()
         engine.check()
     assert builder.num_continued == num_continued
+    assert builder.num_same_params == num_same_params
 
 
 def test_rows_that_change_between_steps() -> None:
