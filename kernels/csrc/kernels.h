@@ -35,12 +35,17 @@ constexpr int PW = NV * W;    // outputs per panel
 #if defined(PM_ISA_NEON)
 constexpr int FLOAT_ROWS = 6;  // 6 x 4 accumulators + 4 weights + 1 of 32 registers
 constexpr int INT_ROWS = 4;    // 4 x 4 integer accumulators
+constexpr int FEW_INT_ROWS = INT_ROWS;
 #elif PM_W == 16
 constexpr int FLOAT_ROWS = 12;  // 12 x 2 + 2 + 1 of 32
 constexpr int INT_ROWS = 6;     // 6 x 2 integer and 6 x 2 float accumulators
+// Rows that are one tile all the same: weights that come from memory are then read while the whole
+// step computes, which is worth the float accumulators that do not fit the registers.
+constexpr int FEW_INT_ROWS = 8;
 #else
 constexpr int FLOAT_ROWS = 6;  // 6 x 2 + 2 + 1 of 16
 constexpr int INT_ROWS = 4;    // 4 x 2 integer accumulators
+constexpr int FEW_INT_ROWS = INT_ROWS;
 #endif
 constexpr int64_t TASK_PANELS = 4;  // panels that one task of a linear takes at most
 
@@ -111,7 +116,8 @@ struct RowBlocks {
   int64_t m, num, base, extra;  // `extra` blocks of base + 1 rows, then blocks of base rows
 
   RowBlocks(int64_t rows, int64_t kind) : m(rows) {
-    const int64_t most = is_integer(kind) ? INT_ROWS : FLOAT_ROWS;
+    const int64_t few = is_integer(kind) ? FEW_INT_ROWS : FLOAT_ROWS;
+    const int64_t most = rows <= few ? few : is_integer(kind) ? INT_ROWS : FLOAT_ROWS;
     num = (rows + most - 1) / most;
     base = num ? rows / num : 0;
     extra = num ? rows % num : 0;

@@ -41,12 +41,13 @@ void tile(const unsigned char* w, const unsigned char* x, int64_t groups, float*
 typedef void (*Tile)(const unsigned char*, const unsigned char*, int64_t, float*, int64_t, int64_t,
                      bool);
 #if PM_W == 16
-#define PM_TILES(U, B) \
-  {tile<1, U, B>, tile<2, U, B>, tile<3, U, B>, tile<4, U, B>, tile<5, U, B>, tile<6, U, B>}
+#define PM_TILES(U, B)                                           \
+  {tile<1, U, B>, tile<2, U, B>, tile<3, U, B>, tile<4, U, B>, \
+   tile<5, U, B>, tile<6, U, B>, tile<7, U, B>, tile<8, U, B>}
 #else
 #define PM_TILES(U, B) {tile<1, U, B>, tile<2, U, B>, tile<3, U, B>, tile<4, U, B>}
 #endif
-constexpr Tile TILES[2][2][INT_ROWS] = {
+constexpr Tile TILES[2][2][FEW_INT_ROWS] = {
     {PM_TILES(false, (int)input_bytes(PM_INT8_FAST)), PM_TILES(false, 2)},
     {PM_TILES(true, (int)input_bytes(PM_UINT4_FAST)), PM_TILES(true, 2)}};
 #undef PM_TILES

@@ -14,7 +14,7 @@ from palmette.kernels.cpu import build, ops
 
 INSTRUCTION_SETS = build.instruction_sets()
 SHAPES = [(1, 1), (5, 3), (16, 31), (32, 64), (33, 7), (130, 96), (576, 193), (1000, 40)]
-ROWS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 25, 64]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 25, 64]
 
 
 @pytest.fixture(scope="module", params=INSTRUCTION_SETS)

@@ -15,7 +15,7 @@ import pytest
 from palmette.kernels.cpu import build, ops
 from palmette.kernels.cpu.ops import MatrixKind
 
-ROWS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 40]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 40]
 SHAPES = [(5, 32), (33, 64), (130, 256), (96, 576)]
 FOUR_BIT = {"q4_0": gguf.GGMLQuantizationType.Q4_0, "q4_1": gguf.GGMLQuantizationType.Q4_1}
 
