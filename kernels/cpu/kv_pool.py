@@ -3,8 +3,12 @@
 Index 0 of the second axis is K, 1 is V. What a page holds depends on the dtype:
 
 fp32, bf16, fp16  [page_size, G, D] numbers
-int8              [G, page_size, D] integers q in -127..127, then [G, page_size] float32 scales;
-                  a number is scale * q
+int8              integers q in -127..127, page_size * D bytes for each kv head, then
+                  [G, page_size] float32 scales; a number is scale * q
+
+The integers of a head are rows [page_size, D]. Where page_size and D are multiples of 16 they are
+packed as the dot products of attention read them: K [D / 4, page_size, 4 of D] and V
+[page_size / 4, D, 4 tokens]. csrc/attention.h is the other side of this.
 
 The system gives the memory page by page as it is first written, so a large pool costs nothing
 until it is used.
@@ -19,6 +23,7 @@ from numpy.typing import NDArray
 
 from palmette.kernels.kv_dtype import KVDtype, kv_head_bytes
 
+_PACKED_MULTIPLE = 16
 _ALIGNMENT = 64  # a cache line: the rows of most models are then as few lines as can be
 
 
@@ -59,9 +64,15 @@ class HostKVPool:
         return self.data.nbytes // self.num_pages
 
     @property
+    def is_packed(self) -> bool:
+        sizes = (self.page_size, self.head_dim)
+        return self.dtype == "int8" and all(size % _PACKED_MULTIPLE == 0 for size in sizes)
+
+    @property
     def layout(self) -> str:
         layers, heads = self.data.shape[0], f"{self.num_kv_heads} heads of {self.head_dim}"
-        return f"host {self.dtype}, {layers} layers, {self.page_size} tokens, {heads}"
+        dtype = f"packed {self.dtype}" if self.is_packed else self.dtype
+        return f"host {dtype}, {layers} layers, {self.page_size} tokens, {heads}"
 
     def copy(self, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
         """All sources are read before any target is written."""

@@ -200,8 +200,7 @@ int pm_kv_write(PmPool* pool, const PmBatch* batch, const float* k, const float*
   unsigned char* v_side = kv->data + kv->num_pages * layout.page_bytes();
   return pm::share(pool, batch->num_tokens, 8, [&](int64_t first, int64_t last, int) {
     for (int64_t t = first; t < last; ++t) {
-      pm::kv_write(layout, kv->data, batch->kv_slots[t], k + t * g * d);
-      pm::kv_write(layout, v_side, batch->kv_slots[t], v + t * g * d);
+      pm::kv_write(layout, kv->data, v_side, batch->kv_slots[t], k + t * g * d, v + t * g * d);
     }
   });
 }

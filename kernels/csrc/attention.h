@@ -12,18 +12,24 @@ namespace pm {
 // ---- the KV pool (kv_pages.cpp) ----------------------------------------------------------------
 
 // One side (K or V) of one layer is num_pages pages. A page of a float kind is [page_size, G, D]
-// numbers; of PM_KV_INT8 [G, page_size, D] bytes q in -127 .. 127, then [G, page_size] float
-// scales: x = scale * q. The scale of a row that holds NaN or infinity is NaN.
+// numbers; of PM_KV_INT8 per kv head page_size * D bytes q in -127 .. 127, then [G, page_size] float
+// scales: x = scale * q. The scale of a row that holds NaN or infinity is NaN. The bytes of a head
+// are rows [page_size, D], or where is_packed() as the dot products read them: K
+// [D / 4, page_size, 4 of D], V [page_size / 4, D, 4 tokens].
+constexpr int64_t RUN = 16;  // positions that a packed page keeps side by side, at the least
+
 struct KvLayout {
   int64_t kind, page_size, num_kv_heads, head_dim;
+
+  bool is_packed() const { return kind == PM_KV_INT8 && page_size % RUN == 0 && head_dim % 16 == 0; }
 
   int64_t element_bytes() const { return kind == PM_KV_F32 ? 4 : kind == PM_KV_INT8 ? 1 : 2; }
   bool has_scales() const { return kind == PM_KV_INT8; }
   int64_t page_bytes() const {
     return page_size * num_kv_heads * (head_dim * element_bytes() + (has_scales() ? 4 : 0));
   }
-  // Of the row of one kv head and one token of the page; rows of neighbouring tokens are
-  // row_stride bytes apart.
+  // Of the row of one kv head and one token of a page that is not packed; rows of neighbouring
+  // tokens are row_stride bytes apart. Of token 0: where the head begins, packed or not.
   int64_t row_offset(int64_t head, int64_t token) const {
     return (has_scales() ? head * page_size + token : token * num_kv_heads + head) * head_dim *
            element_bytes();
@@ -36,8 +42,9 @@ struct KvLayout {
   }
 };
 
-// x [G, D] of one token into its slot of one side.
-void kv_write(const KvLayout& kv, unsigned char* side, int64_t slot, const float* x);
+// k and v [G, D] of one token into its slot.
+void kv_write(const KvLayout& kv, unsigned char* k_pages, unsigned char* v_pages, int64_t slot,
+              const float* k, const float* v);
 // x [D] to integers -127 .. 127; returns the scale, NaN when a number is not finite.
 float quantise_row(const float* x, int64_t d, int8_t* out);
 

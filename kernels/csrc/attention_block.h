@@ -28,8 +28,11 @@ struct IntBlock {
   int32_t* q;             // [nq, words]
   float* q_scale;         // [nq], with 1 / sqrt(D)
   int32_t* q_start;       // [nq]: where a dot product starts, see SIGNED_OFFSET
-  int32_t* kt;            // [words padded to W, BLOCK]
-  int32_t* vt;            // [BLOCK / 4, Dp]: positions i, i + 16, i + 32, i + 48
+  const int32_t* k[BLOCK / RUN];  // of each run of positions: word j of position i at
+  const int32_t* v[BLOCK / RUN];  // j * k_stride + i; positions 4 s .. 4 s + 3 at s * v_stride
+  int64_t k_stride, v_stride;     // words
+  int32_t* kt;            // [words padded to W, BLOCK] where pages are not packed
+  int32_t* vt;            // [BLOCK / 4, Dp]
   float* k_scale;         // [BLOCK]
   float* v_scale;         // [BLOCK]
   unsigned char* rows;    // [BLOCK, words padded to W] words

@@ -11,74 +11,96 @@ namespace {
 
 constexpr int CHUNK = 4;  // vectors per tile
 constexpr int VECTORS = BLOCK / W;
-constexpr int WORDS = BLOCK / 4;  // of weights of a block
+constexpr int RUNS = BLOCK / RUN;
 #if PM_W == 16
 constexpr int QUERIES = 6;  // queries per tile: 6 x 4 accumulators of 32 registers
 #else
 constexpr int QUERIES = 3;  // 3 x 4 of 16
 #endif
+constexpr int GROUP_QUERIES = W / QUERIES * QUERIES;  // a lane per query
 constexpr float LOG2_E = 1.44269504088896341f;
+constexpr float LOWEST = -std::numeric_limits<float>::max();
 
 // What one group of queries keeps between the steps of a block. The arrays of W have one lane per
 // query, so that what is computed once per query and block is computed for all of them at once.
 struct Group {
-  int32_t scores[QUERIES][BLOCK];
-  float x[QUERIES][BLOCK];          // scores as numbers, but for q_scale; then weights
-  int32_t weights[QUERIES][WORDS];  // four bytes each: positions i, i + 16, i + 32, i + 48
-  float maximum[W] = {};  // of the scores, with q_scale
+  float x[GROUP_QUERIES][BLOCK];  // scores, but for q_scale; then weights
+  uint8_t weights[GROUP_QUERIES][BLOCK];
+  float maxima[W][W];  // of x, per lane; then of the weights
+  float sums[W][W];    // of p, per lane
   float factor[W] = {}, shift[W] = {};  // p = 2^(x * factor + shift)
-  float top[W] = {};      // the largest weight
-  float sum[W] = {};      // of p
-  float inverse[W] = {};  // WEIGHT_LIMIT / top
+  float inverse[W] = {};  // WEIGHT_LIMIT / the largest weight
   float unit[W] = {};     // what an integer weight of 1 stands for
   float keep[W] = {};     // the factor of the output so far
 };
-static_assert(QUERIES <= W, "a lane per query");
 
-// scores[r][i] = start[r] + the dot product of q[r] and column i of kt, for CHUNK vectors.
+// x = K scale * (start + the dot product of the query and K) of CHUNK vectors of positions from
+// vector `from` on, for the R queries that begin at q; and the maxima of x.
 template <int R>
-void score_tile(const int32_t* q, int64_t words, const int32_t* start, const int32_t* kt,
-                int32_t* scores) {
+void score_tile(const IntBlock& block, int64_t words, int64_t query, int from, Group* group,
+                int64_t row) {
+  const int32_t* q = block.q + query * words;
+  const int32_t* k[CHUNK];
   I acc[R][CHUNK];
+  PM_UNROLL for (int c = 0; c < CHUNK; ++c)
+    k[c] = block.k[(from + c) * W / RUN] + (from + c) * W % RUN;
   PM_UNROLL for (int r = 0; r < R; ++r)
-    PM_UNROLL for (int c = 0; c < CHUNK; ++c) acc[r][c] = splat_int(start[r]);
-  for (int64_t j = 0; j < words; ++j) {
-    I k[CHUNK];
-    PM_UNROLL for (int c = 0; c < CHUNK; ++c) k[c] = load_int(kt + j * BLOCK + c * W);
+    PM_UNROLL for (int c = 0; c < CHUNK; ++c) acc[r][c] = splat_int(block.q_start[query + r]);
+  const I flip = splat_int((int32_t)(SIGNED_OFFSET * 0x01010101u));  // b + 128 is b ^ 128
+  for (int64_t j = 0, at = 0; j < words; ++j, at += block.k_stride) {
+    I w[CHUNK];
+    PM_UNROLL for (int c = 0; c < CHUNK; ++c) w[c] = load_int(k[c] + at) ^ flip;
     PM_UNROLL for (int r = 0; r < R; ++r) {
       const I x = splat_int(q[r * words + j]);
-      PM_UNROLL for (int c = 0; c < CHUNK; ++c) acc[r][c] = dot4_signed(acc[r][c], k[c], x);
+      PM_UNROLL for (int c = 0; c < CHUNK; ++c) acc[r][c] = dot4_signed(acc[r][c], w[c], x);
     }
   }
-  PM_UNROLL for (int r = 0; r < R; ++r)
-    PM_UNROLL for (int c = 0; c < CHUNK; ++c) store_int(scores + r * BLOCK + c * W, acc[r][c]);
+  F scale[CHUNK];
+  PM_UNROLL for (int c = 0; c < CHUNK; ++c) scale[c] = load(block.k_scale + (from + c) * W);
+  PM_UNROLL for (int r = 0; r < R; ++r) {
+    F maxima = from == 0 ? splat(LOWEST) : load(group->maxima[row + r]);
+    PM_UNROLL for (int c = 0; c < CHUNK; ++c) {
+      const F x = to_float(acc[r][c]) * scale[c];
+      store(group->x[row + r] + (from + c) * W, x);
+      maxima = max(maxima, x);
+    }
+    store(group->maxima[row + r], maxima);
+  }
 }
 
-// out[r][..] = keep[r] * out[r][..] + unit[r] * sum of weights[r][i] * V[i][..], for C vectors.
+// out[r][..] = keep[r] * out[r][..] + unit[r] * sum of weights[r][i] * V[i][..], for C vectors from
+// `offset` on, over `runs` runs of positions.
 template <int R, int C>
-void value_tile(const Group& group, const int32_t* vt, int64_t stride, int64_t steps, float* out) {
+void value_tile(const Group& group, int64_t row, const IntBlock& block, int64_t offset,
+                int64_t runs, int64_t dp, float* out) {
   I acc[R][C];
   PM_UNROLL for (int r = 0; r < R; ++r)
     PM_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = I{};
-  for (int64_t s = 0; s < steps; ++s) {
-    I v[C];
-    PM_UNROLL for (int c = 0; c < C; ++c) v[c] = load_int(vt + s * stride + c * W);
-    PM_UNROLL for (int r = 0; r < R; ++r) {
-      const I x = splat_int(group.weights[r][s]);
-      PM_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = dot4_unsigned(acc[r][c], x, v[c]);
+  for (int64_t run = 0; run < runs; ++run) {
+    const int32_t* at = block.v[run] + offset;
+    for (int64_t s = 0; s < RUN / 4; ++s, at += block.v_stride) {
+      I v[C];
+      PM_UNROLL for (int c = 0; c < C; ++c) v[c] = load_int(at + c * W);
+      PM_UNROLL for (int r = 0; r < R; ++r) {
+        int32_t word;
+        std::memcpy(&word, group.weights[row + r] + run * RUN + s * 4, 4);
+        const I x = splat_int(word);
+        PM_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = dot4_unsigned(acc[r][c], x, v[c]);
+      }
     }
   }
   PM_UNROLL for (int r = 0; r < R; ++r) {
-    const F unit = splat(group.unit[r]), keep = splat(group.keep[r]);
+    const F unit = splat(group.unit[row + r]), keep = splat(group.keep[row + r]);
     PM_UNROLL for (int c = 0; c < C; ++c) {
-      float* at = out + r * stride + c * W;
-      store(at, fma(to_float(acc[r][c]), unit, load(at) * keep));
+      float* to = out + r * dp + offset + c * W;
+      store(to, fma(to_float(acc[r][c]), unit, load(to) * keep));
     }
   }
 }
 
-typedef void (*ScoreTile)(const int32_t*, int64_t, const int32_t*, const int32_t*, int32_t*);
-typedef void (*ValueTile)(const Group&, const int32_t*, int64_t, int64_t, float*);
+typedef void (*ScoreTile)(const IntBlock&, int64_t, int64_t, int, Group*, int64_t);
+typedef void (*ValueTile)(const Group&, int64_t, const IntBlock&, int64_t, int64_t, int64_t,
+                          float*);
 #define PM_VALUES(R) {value_tile<R, 1>, value_tile<R, 2>, value_tile<R, 3>, value_tile<R, 4>}
 constexpr ScoreTile SCORE_TILES[] = {
     score_tile<1>, score_tile<2>, score_tile<3>,
@@ -117,25 +139,23 @@ struct Visible {
   }
 };
 
-// The scores of one query as numbers, and their maximum.
-template <bool WHOLE>
-void scale_scores(const float* k_scale, Visible visible, Group* group, int64_t row) {
-  const F lowest = splat(-std::numeric_limits<float>::max());
-  F maxima = lowest;
+// The maxima of a query that sees a part of the block, and no other scores.
+void hide_scores(Visible visible, Group* group, int64_t row) {
+  F maxima = splat(LOWEST);
   PM_UNROLL for (int v = 0; v < VECTORS; ++v) {
-    const F score = to_float(load_int(group->scores[row] + v * W)) * load(k_scale + v * W);
-    const F x = visible.only<WHOLE>(v, score, lowest);
-    store(group->x[row] + v * W, x);
+    float* at = group->x[row] + v * W;
+    const F x = visible.only<false>(v, load(at), splat(LOWEST));
+    store(at, x);
     maxima = max(maxima, x);
   }
-  group->maximum[row] = max_lanes(maxima);
+  store(group->maxima[row], maxima);
 }
 
 // The scores of one query into weights. A weight stands for the product of the softmax weight p
 // and the scale of V; the sum is that of p itself, so that a row of V with a small scale, whose
 // weight is rounded the most, counts with its true share.
 template <bool WHOLE>
-void weigh(const float* v_scale, Visible visible, Group* group, int64_t row) {
+PM_INLINE void weigh(const float* v_scale, Visible visible, Group* group, int64_t row) {
   const F factor = splat(group->factor[row]), shift = splat(group->shift[row]);
   F largest = F{}, sums = F{};
   PM_UNROLL for (int v = 0; v < VECTORS; ++v) {
@@ -145,64 +165,79 @@ void weigh(const float* v_scale, Visible visible, Group* group, int64_t row) {
     sums = sums + visible.only<WHOLE>(v, p, F{});
     largest = max(largest, weight);
   }
-  group->top[row] = max_lanes(largest);
-  group->sum[row] = sum_lanes(sums);
+  store(group->maxima[row], largest);
+  store(group->sums[row], sums);
 }
 
 // The weights of one query as integers.
-void round_weights(Group* group, int64_t row) {
-  constexpr int RUN = WORDS / W;  // vectors of words
-  const F inverse = splat(group->inverse[row]), magic = splat(12582912.0f);  // 1.5 * 2^23
-  PM_UNROLL for (int u = 0; u < RUN; ++u) {
-    I words{};
-    PM_UNROLL for (int byte = 0; byte < 4; ++byte) {
-      const F weight = load(group->x[row] + (byte * RUN + u) * W);
-      const I integer = (I)fma(weight, inverse, magic) - splat_int(0x4B400000);
-      words |= integer << (8 * byte);
-    }
-    store_int(group->weights[row] + u * W, words);
+PM_INLINE void round_weights(Group* group, int64_t row) {
+  const F inverse = splat(group->inverse[row]);
+  const F magic = splat(12582912.0f);  // 1.5 * 2^23: the integer is the low byte
+  PM_UNROLL for (int v = 0; v < VECTORS; ++v) {
+    const F weight = fma(load(group->x[row] + v * W), inverse, magic);
+    store_bytes((int8_t*)group->weights[row] + v * W, (I)weight);
   }
 }
 
 // Queries first .. first + queries: scores into integer weights; updates the running softmax.
 void softmax_group(Task* task, int64_t first, int64_t queries, Group* group) {
   const IntBlock& block = task->ints;
-  const auto for_visible = [&](auto whole, auto part) {
-    for (int64_t r = 0; r < queries; ++r) {
-      const int64_t begin = task->begin[first + r], end = task->end[first + r];
-      const Visible visible{splat_int((int32_t)begin), splat_int((int32_t)end)};
-      if (begin == 0 && end == BLOCK)
-        whole(visible, r);
-      else if (begin < end)
-        part(visible, r);
-    }
+  const int64_t* begin = task->begin + first;
+  const int64_t* end = task->end + first;
+  const auto visible = [&](int64_t r) {
+    return Visible{splat_int((int32_t)begin[r]), splat_int((int32_t)end[r])};
   };
-  for_visible([&](Visible v, int64_t r) { scale_scores<true>(block.k_scale, v, group, r); },
-              [&](Visible v, int64_t r) { scale_scores<false>(block.k_scale, v, group, r); });
+  const auto is_whole = [&](int64_t r) { return begin[r] == 0 && end[r] == BLOCK; };
+  for (int64_t r = 0; r < queries; ++r)
+    if (!is_whole(r)) hide_scores(visible(r), group, r);
   const F q_scale = load_first(block.q_scale + first, queries);
   const F old = load_first(task->maximum + first, queries);
-  const F now = max(old, load(group->maximum) * q_scale);
-  store(group->maximum, now);
+  const F now = max(old, max_rows(group->maxima, queries) * q_scale);
   store(group->factor, q_scale * splat(LOG2_E));
   store(group->shift, -now * splat(LOG2_E));
-  store(group->keep, exp(old - now));
-  for_visible([&](Visible v, int64_t r) { weigh<true>(block.v_scale, v, group, r); },
-              [&](Visible v, int64_t r) { weigh<false>(block.v_scale, v, group, r); });
-  const F top = load(group->top), limit = splat(WEIGHT_LIMIT);
+  const F keep = exp(old - now);
+  store(group->keep, keep);
+  for (int64_t r = 0; r < queries; ++r) {
+    if (is_whole(r))
+      weigh<true>(block.v_scale, visible(r), group, r);
+    else
+      weigh<false>(block.v_scale, visible(r), group, r);
+  }
+  const F top = max_rows(group->maxima, queries), limit = splat(WEIGHT_LIMIT);
   const I is_some = top > splat(1e-30f);  // else limit / top could overflow
   store(group->inverse, select(is_some, limit / top, F{}));
   store(group->unit, select(is_some, top / limit, F{}));
+  const F sum = load_first(task->sum + first, queries) * keep + sum_rows(group->sums, queries);
+  for (int64_t r = 0; r < queries; ++r) round_weights(group, r);
+  bool all = true;
+  for (int64_t r = 0; r < queries; ++r) all &= begin[r] < end[r];
+  if (all) {
+    store_first(task->maximum + first, now, queries);
+    store_first(task->sum + first, sum, queries);
+    return;
+  }
   for (int64_t r = 0; r < queries; ++r) {
-    if (task->begin[first + r] < task->end[first + r]) {
-      round_weights(group, r);
-      task->maximum[first + r] = group->maximum[r];
-      task->sum[first + r] = task->sum[first + r] * group->keep[r] + group->sum[r];
+    if (begin[r] < end[r]) {
+      task->maximum[first + r] = now[r];
+      task->sum[first + r] = sum[r];
     } else {
       group->unit[r] = 0.0f;
       group->keep[r] = 1.0f;
-      std::memset(group->weights[r], 0, sizeof group->weights[r]);
     }
   }
+}
+
+// The block's scales of one side; run(i, head, token) for each run of positions, with the bytes of
+// its kv head.
+template <typename Visit>
+void for_runs(const AttentionInput& in, const unsigned char* side, const int32_t* pages,
+              int64_t kv_head, int64_t first, int64_t count, float* scales, Visit visit) {
+  for_page_runs(in.kv.page_size, pages, first, count,
+                [&](int64_t i, int64_t page, int64_t token, int64_t n) {
+    const unsigned char* at = side + page * in.kv.page_bytes();
+    std::memcpy(scales + i, at + in.kv.scale_offset(kv_head, token), (size_t)n * sizeof(float));
+    visit(i, at + in.kv.row_offset(kv_head, 0), token, n);
+  });
 }
 
 // Rows of the block's K or V as the pool has them, or padded with zeros to whole vectors of words.
@@ -210,12 +245,9 @@ void find_rows(Task* task, const AttentionInput& in, const unsigned char* side,
                const int32_t* pages, int64_t kv_head, int64_t first, int64_t count,
                const unsigned char** rows, float* scales) {
   const int64_t d = task->d, width = padded(task->words) * 4;
-  for_page_runs(in.kv.page_size, pages, first, count,
-                [&](int64_t i, int64_t page, int64_t token, int64_t n) {
-    const unsigned char* at = side + page * in.kv.page_bytes();
-    std::memcpy(scales + i, at + in.kv.scale_offset(kv_head, token), (size_t)n * sizeof(float));
-    at += in.kv.row_offset(kv_head, token);
-    for (const int64_t end = i + n; i < end; ++i, at += d) rows[i] = at;
+  for_runs(in, side, pages, kv_head, first, count, scales,
+           [&](int64_t i, const unsigned char* head, int64_t token, int64_t n) {
+    for (int64_t k = 0; k < n; ++k) rows[i + k] = head + (token + k) * d;
   });
   for (int64_t i = 0; i < count && width != d; ++i) {
     unsigned char* row = task->ints.rows + i * width;
@@ -224,6 +256,46 @@ void find_rows(Task* task, const AttentionInput& in, const unsigned char* side,
     rows[i] = row;
   }
   for (int64_t i = count; i < BLOCK; ++i) rows[i] = rows[0];  // weight 0
+}
+
+// The bytes of the block from pages that are not packed.
+void gather_rows(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
+                 int64_t first, int64_t count) {
+  IntBlock& b = task->ints;
+  const unsigned char* rows[BLOCK];
+  find_rows(task, in, in.k_pages, pages, kv_head, first, count, rows, b.k_scale);
+  for (int64_t i = 0; i < count; i += W)
+    for (int64_t j = 0; j < task->words; j += W)
+      transpose((const float* const*)rows + i, j, (float*)b.kt + j * BLOCK + i, BLOCK);
+  find_rows(task, in, in.v_pages, pages, kv_head, first, count, rows, b.v_scale);
+  for (int64_t i = 0; i < count; i += 4)
+    for (int64_t j = 0; j < task->dp; j += W)
+      interleave(rows + i, j, b.vt + i / 4 * task->dp + j);
+  b.k_stride = BLOCK;
+  b.v_stride = task->dp;
+  for (int64_t r = 0; r < RUNS; ++r) {
+    b.k[r] = b.kt + r * RUN;
+    b.v[r] = b.vt + r * RUN / 4 * task->dp;
+  }
+}
+
+// Packed pages are read where they lie.
+void find_packed(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
+                 int64_t first, int64_t count) {
+  IntBlock& b = task->ints;
+  b.k_stride = in.kv.page_size;
+  b.v_stride = task->d;
+  for_runs(in, in.k_pages, pages, kv_head, first, count, b.k_scale,
+           [&](int64_t i, const unsigned char* head, int64_t token, int64_t n) {
+    for (int64_t k = 0; k < n; k += RUN)
+      b.k[(i + k) / RUN] = (const int32_t*)head + token + k;
+  });
+  for_runs(in, in.v_pages, pages, kv_head, first, count, b.v_scale,
+           [&](int64_t i, const unsigned char* head, int64_t token, int64_t n) {
+    for (int64_t k = 0; k < n; k += RUN)
+      b.v[(i + k) / RUN] = (const int32_t*)head + (token + k) / 4 * task->d;
+  });
+  for (int64_t r = (count + RUN - 1) / RUN; r < RUNS; ++r) b.k[r] = b.k[0];  // seen by no query
 }
 
 }  // namespace
@@ -241,37 +313,34 @@ void set_query_int8(Task* task, int64_t index, const float* q) {
 void gather_int8(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
                  int64_t first, int64_t count) {
   IntBlock& b = task->ints;
-  const unsigned char* rows[BLOCK];
-  find_rows(task, in, in.k_pages, pages, kv_head, first, count, rows, b.k_scale);
-  const I flip = splat_int((int32_t)(SIGNED_OFFSET * 0x01010101u));  // b + 128 is b ^ 128
-  for (int64_t i = 0; i < count; i += W)
-    for (int64_t j = 0; j < task->words; j += W)
-      transpose((const float* const*)rows + i, j, (float*)b.kt + j * BLOCK + i, BLOCK, flip);
-  find_rows(task, in, in.v_pages, pages, kv_head, first, count, rows, b.v_scale);
-  for (int64_t s = 0; s < std::min<int64_t>(count, WORDS); ++s) {
-    const unsigned char* const four[] = {rows[s], rows[s + 16], rows[s + 32], rows[s + 48]};
-    for (int64_t j = 0; j < task->dp; j += W) interleave(four, j, b.vt + s * task->dp + j);
-  }
+  if (in.kv.is_packed())
+    find_packed(task, in, pages, kv_head, first, count);
+  else
+    gather_rows(task, in, pages, kv_head, first, count);
   // A scale of V that is not a number must show in the rows that see it.
-  for (int64_t i = 0; i < count; ++i)
-    if (b.v_scale[i] != b.v_scale[i]) b.k_scale[i] = b.v_scale[i];
+  PM_UNROLL for (int v = 0; v < VECTORS; ++v) {
+    const F k_scale = load(b.k_scale + v * W), v_scale = load(b.v_scale + v * W);
+    store(b.k_scale + v * W, select(v_scale == v_scale, k_scale, v_scale));
+  }
 }
 
 void attend_int8(Task* task, int64_t first, int64_t last, int64_t count) {
   const IntBlock& b = task->ints;
-  const int64_t dp = task->dp, steps = std::min<int64_t>(count, WORDS);
+  const int64_t dp = task->dp, runs = (count + RUN - 1) / RUN;
   alignas(64) Group group;
-  for (int64_t i = first; i < last; i += QUERIES) {
-    const int64_t queries = std::min<int64_t>(last - i, QUERIES);
-    for (int64_t c = 0; c < count; c += CHUNK * W)
-      SCORE_TILES[queries - 1](b.q + i * task->words, task->words, b.q_start + i, b.kt + c,
-                               group.scores[0] + c);
+  for (int64_t i = first; i < last; i += GROUP_QUERIES) {
+    const int64_t queries = std::min<int64_t>(last - i, GROUP_QUERIES);
+    for (int64_t r = 0; r < queries; r += QUERIES)
+      for (int v = 0; v < VECTORS && v * W < count; v += CHUNK)
+        SCORE_TILES[std::min<int64_t>(queries - r, QUERIES) - 1](b, task->words, i + r, v, &group,
+                                                                 r);
     softmax_group(task, i, queries, &group);
-    for (int64_t offset = 0; offset < dp; offset += CHUNK * W) {
-      const int64_t vectors = std::min<int64_t>((dp - offset) / W, CHUNK);
-      VALUE_TILES[queries - 1][vectors - 1](group, b.vt + offset, dp, steps,
-                                            task->out + i * dp + offset);
-    }
+    for (int64_t r = 0; r < queries; r += QUERIES)
+      for (int64_t offset = 0; offset < dp; offset += CHUNK * W) {
+        const int64_t vectors = std::min<int64_t>((dp - offset) / W, CHUNK);
+        VALUE_TILES[std::min<int64_t>(queries - r, QUERIES) - 1][vectors - 1](
+            group, r, b, offset, runs, dp, task->out + (i + r) * dp);
+      }
   }
 }
 

@@ -172,7 +172,9 @@ class Member {
     const int64_t h = shape_.num_heads, g = shape_.num_kv_heads, d = shape_.head_dim;
     unsigned char* k_pages = pages(layer, 0);
     unsigned char* v_pages = pages(layer, 1);
-    share(s_.batch->num_tokens, 4, [&](int64_t first, int64_t last) {
+    // Neighbouring tokens write to the same cache lines of a page.
+    const int64_t run = std::clamp<int64_t>(s_.batch->num_tokens / (4 * s_.num_threads), 4, 64);
+    share(s_.batch->num_tokens, run, [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t) {
         float* row = s_.qkv + t * qkv_width();
         if (l.qkv_bias) add_row(l.qkv_bias, qkv_width(), row);
@@ -182,8 +184,8 @@ class Member {
           if (norm) rms_norm_row(row + head * d, norm, d, shape_.rms_eps, row + head * d);
           rope_head(row + head * d, d, m_.cos_table + rope, m_.sin_table + rope);
         }
-        kv_write(s_.layout, k_pages, s_.batch->kv_slots[t], row + h * d);
-        kv_write(s_.layout, v_pages, s_.batch->kv_slots[t], row + (h + g) * d);
+        kv_write(s_.layout, k_pages, v_pages, s_.batch->kv_slots[t], row + h * d,
+                 row + (h + g) * d);
       }
     });
   }

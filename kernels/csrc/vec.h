@@ -172,6 +172,52 @@ PM_INLINE float max_lanes(F v) {
 }
 #endif
 
+// Lane i < n: what fold_lanes gives of rows[i] (W rows, those past n any numbers).
+#if defined(PM_ISA_AVX512)
+template <typename Pair>
+PM_INLINE __m512 fold_rows(const float (*rows)[W], int64_t n, Pair pair) {
+  const auto row = [&](int i) { return _mm512_loadu_ps(rows[i]); };
+  const auto halves = [&](__m512 a, __m512 b) {
+    return pair(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+  };
+  const auto quarters = [&](__m512 a, __m512 b) {
+    return pair(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+  };
+  if (n <= 4) {
+    __m512 v = quarters(halves(row(0), row(1)), halves(row(2), row(3)));
+    v = pair(v, _mm512_permute_ps(v, 0x0E));
+    v = pair(v, _mm512_permute_ps(v, 0x01));
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+                                 v);
+  }
+  __m512 four[4];  // [i]: four lanes each of the rows i, i + 4, i + 8, i + 12
+  PM_UNROLL for (int i = 0; i < 4; ++i)
+    four[i] = quarters(halves(row(i), row(i + 4)), halves(row(i + 8), row(i + 12)));
+  const auto two = [&](__m512 a, __m512 b) {
+    return pair(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
+  };
+  const __m512 a = two(four[0], four[1]), b = two(four[2], four[3]);
+  return pair(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
+}
+PM_INLINE F sum_rows(const float (*rows)[W], int64_t n) {
+  return (F)fold_rows(rows, n, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
+}
+PM_INLINE F max_rows(const float (*rows)[W], int64_t n) {
+  return (F)fold_rows(rows, n, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
+}
+#else
+PM_INLINE F sum_rows(const float (*rows)[W], int64_t n) {
+  F v{};
+  for (int64_t i = 0; i < n; ++i) v[i] = sum_lanes(load(rows[i]));
+  return v;
+}
+PM_INLINE F max_rows(const float (*rows)[W], int64_t n) {
+  F v{};
+  for (int64_t i = 0; i < n; ++i) v[i] = max_lanes(load(rows[i]));
+  return v;
+}
+#endif
+
 // Exact, so in whatever order.
 #if defined(PM_ISA_AVX2)
 template <typename Pair>
