@@ -111,6 +111,7 @@ class AttentionPlan {
   const PmBatch* batch_;
   KvLayout kv_;
   int64_t num_heads_, group_, dp_;
+  int64_t most_rows_ = 0;  // that a task may have
   int64_t max_rows_ = 0, max_spans_ = 0, num_rows_ = 0;
   int64_t kv_heads_per_piece_ = 1, head_runs_ = 1;
   bool is_apart_ = false;  // spans are pieces of their own

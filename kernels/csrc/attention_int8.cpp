@@ -118,16 +118,22 @@ constexpr ValueTile VALUE_TILES[][CHUNK] = {
 
 // 2^x to 1e-4 of its value, enough for weights of 8 bits; x <= 0, below -126 it is 2^-126. NaN
 // stays NaN.
-PM_INLINE F exp2_coarse(F x) {
-  const F magic = splat(12582912.0f + 127.0f);  // 1.5 * 2^23: the exponent lies in the low bits
-  const F y = max(splat(-126.0f), x);
-  const F t = y + magic;
-  const F r = y - (t - magic);
-  F p = fma(splat(0.05500897020101547f), r, splat(0.24221105873584747f));
-  p = fma(p, r, splat(0.693282961845398f));
-  p = fma(p, r, splat(1.0f));
-  return p * (F)((I)t << 23);
-}
+struct CoarseExp2 {
+  F lowest = in_register(splat(-126.0f));
+  F magic = in_register(splat(12582912.0f));  // 1.5 * 2^23: the exponent lies in the low bits
+  F cubic = in_register(splat(0.05500897020101547f));
+  F square = in_register(splat(0.24221105873584747f));
+  F linear = in_register(splat(0.693282961845398f));
+  F one = in_register(splat(1.0f));
+
+  PM_INLINE F operator()(F x) const {
+    const F y = (F)min_unsigned((I)x, (I)lowest);  // of numbers < 0 the bits, the higher number
+    const F t = y + magic;
+    const F r = y - (t - magic);
+    const F p = fma(fma(fma(cubic, r, square), r, linear), r, one);
+    return (F)((I)p + ((I)t << 23));
+  }
+};
 
 struct Visible {
   I begin, end;
@@ -155,15 +161,16 @@ void hide_scores(Visible visible, Group* group, int64_t row) {
 // and the scale of V; the sum is that of p itself, so that a row of V with a small scale, whose
 // weight is rounded the most, counts with its true share.
 template <bool WHOLE>
-PM_INLINE void weigh(const float* v_scale, Visible visible, Group* group, int64_t row) {
+PM_INLINE void weigh(const float* v_scale, CoarseExp2 exp2, Visible visible, Group* group,
+                     int64_t row) {
   const F factor = splat(group->factor[row]), shift = splat(group->shift[row]);
   F largest = F{}, sums = F{};
   PM_UNROLL for (int v = 0; v < VECTORS; ++v) {
-    const F p = exp2_coarse(fma(load(group->x[row] + v * W), factor, shift));
+    const F p = exp2(fma(load(group->x[row] + v * W), factor, shift));
     const F weight = visible.only<WHOLE>(v, p * load(v_scale + v * W), F{});
     store(group->x[row] + v * W, weight);
     sums = sums + visible.only<WHOLE>(v, p, F{});
-    largest = max(largest, weight);
+    largest = (F)max_signed((I)largest, (I)weight);  // none is below 0
   }
   store(group->maxima[row], largest);
   store(group->sums[row], sums);
@@ -197,11 +204,12 @@ void softmax_group(Task* task, int64_t first, int64_t queries, Group* group) {
   store(group->shift, -now * splat(LOG2_E));
   const F keep = exp(old - now);
   store(group->keep, keep);
+  const CoarseExp2 exp2;
   for (int64_t r = 0; r < queries; ++r) {
     if (is_whole(r))
-      weigh<true>(block.v_scale, visible(r), group, r);
+      weigh<true>(block.v_scale, exp2, visible(r), group, r);
     else
-      weigh<false>(block.v_scale, visible(r), group, r);
+      weigh<false>(block.v_scale, exp2, visible(r), group, r);
   }
   const F top = max_rows(group->maxima, queries), limit = splat(WEIGHT_LIMIT);
   const I is_some = top > splat(1e-30f);  // else limit / top could overflow
@@ -227,27 +235,17 @@ void softmax_group(Task* task, int64_t first, int64_t queries, Group* group) {
   }
 }
 
-// The block's scales of one side; run(i, head, token) for each run of positions, with the bytes of
-// its kv head.
-template <typename Visit>
-void for_runs(const AttentionInput& in, const unsigned char* side, const int32_t* pages,
-              int64_t kv_head, int64_t first, int64_t count, float* scales, Visit visit) {
-  for_page_runs(in.kv.page_size, pages, first, count,
-                [&](int64_t i, int64_t page, int64_t token, int64_t n) {
-    const unsigned char* at = side + page * in.kv.page_bytes();
-    std::memcpy(scales + i, at + in.kv.scale_offset(kv_head, token), (size_t)n * sizeof(float));
-    visit(i, at + in.kv.row_offset(kv_head, 0), token, n);
-  });
-}
-
 // Rows of the block's K or V as the pool has them, or padded with zeros to whole vectors of words.
 void find_rows(Task* task, const AttentionInput& in, const unsigned char* side,
                const int32_t* pages, int64_t kv_head, int64_t first, int64_t count,
                const unsigned char** rows, float* scales) {
   const int64_t d = task->d, width = padded(task->words) * 4;
-  for_runs(in, side, pages, kv_head, first, count, scales,
-           [&](int64_t i, const unsigned char* head, int64_t token, int64_t n) {
-    for (int64_t k = 0; k < n; ++k) rows[i + k] = head + (token + k) * d;
+  for_page_runs(in.kv.page_size, pages, first, count,
+                [&](int64_t i, int64_t page, int64_t token, int64_t n) {
+    const unsigned char* at = side + page * in.kv.page_bytes();
+    std::memcpy(scales + i, at + in.kv.scale_offset(kv_head, token), (size_t)n * sizeof(float));
+    at += in.kv.row_offset(kv_head, token);
+    for (const int64_t end = i + n; i < end; ++i, at += d) rows[i] = at;
   });
   for (int64_t i = 0; i < count && width != d; ++i) {
     unsigned char* row = task->ints.rows + i * width;
@@ -285,15 +283,18 @@ void find_packed(Task* task, const AttentionInput& in, const int32_t* pages, int
   IntBlock& b = task->ints;
   b.k_stride = in.kv.page_size;
   b.v_stride = task->d;
-  for_runs(in, in.k_pages, pages, kv_head, first, count, b.k_scale,
-           [&](int64_t i, const unsigned char* head, int64_t token, int64_t n) {
-    for (int64_t k = 0; k < n; k += RUN)
-      b.k[(i + k) / RUN] = (const int32_t*)head + token + k;
-  });
-  for_runs(in, in.v_pages, pages, kv_head, first, count, b.v_scale,
-           [&](int64_t i, const unsigned char* head, int64_t token, int64_t n) {
-    for (int64_t k = 0; k < n; k += RUN)
-      b.v[(i + k) / RUN] = (const int32_t*)head + (token + k) / 4 * task->d;
+  const int64_t head_offset = in.kv.row_offset(kv_head, 0), page_bytes = in.kv.page_bytes();
+  for_page_runs(in.kv.page_size, pages, first, count,
+                [&](int64_t i, int64_t page, int64_t token, int64_t n) {
+    const unsigned char* k_page = in.k_pages + page * page_bytes;
+    const unsigned char* v_page = in.v_pages + page * page_bytes;
+    for (const int64_t end = i + n; i < end; i += RUN, token += RUN) {
+      b.k[i / RUN] = (const int32_t*)(k_page + head_offset) + token;
+      b.v[i / RUN] = (const int32_t*)(v_page + head_offset + token * task->d);
+      const int64_t scale_offset = in.kv.scale_offset(kv_head, token);
+      std::memcpy(b.k_scale + i, k_page + scale_offset, RUN * sizeof(float));
+      std::memcpy(b.v_scale + i, v_page + scale_offset, RUN * sizeof(float));
+    }
   });
   for (int64_t r = (count + RUN - 1) / RUN; r < RUNS; ++r) b.k[r] = b.k[0];  // seen by no query
 }

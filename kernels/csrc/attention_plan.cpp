@@ -6,7 +6,7 @@
 namespace pm {
 namespace {
 
-constexpr int64_t FEW_TASK_ROWS = 4;
+constexpr int64_t FEW_TASK_QUERIES = 12;
 constexpr int64_t TASK_QUERIES = 96;  // rows x heads of a group in one task, if one row allows
 
 }  // namespace
@@ -18,6 +18,13 @@ AttentionPlan::AttentionPlan(const PmBatch* batch, int64_t num_heads, const KvLa
       num_heads_(num_heads),
       group_(num_heads / kv.num_kv_heads),
       dp_(padded(kv.head_dim)) {
+  // Pages that need no gathering cost little to read again: then rather many tasks than few.
+  const int64_t wanted_tasks = (6 * num_threads + kv.num_kv_heads - 1) / kv.num_kv_heads;
+  most_rows_ = std::max<int64_t>(1, TASK_QUERIES / group_);
+  if (kv.is_packed())
+    most_rows_ = std::clamp((batch->num_tokens + wanted_tasks - 1) / wanted_tasks,
+                            std::min((FEW_TASK_QUERIES + group_ - 1) / group_, most_rows_),
+                            most_rows_);
   cut_rows(window);
   // Rows of different sequences join one task when they read the same first block.
   for (size_t r = 0; r < runs_.size(); ++r) {
@@ -25,7 +32,7 @@ AttentionPlan::AttentionPlan(const PmBatch* batch, int64_t num_heads, const KvLa
     if (!tasks_.empty()) {
       Joined& last = tasks_.back();
       const Run& first = runs_[last.first];
-      if ((last.rows + rows) * group_ <= TASK_QUERIES &&
+      if (last.rows + rows <= most_rows_ &&
           is_same_block(first, runs_[r], first.lowest / BLOCK * BLOCK)) {
         last.last = r + 1;
         last.rows += rows;
@@ -41,11 +48,10 @@ AttentionPlan::AttentionPlan(const PmBatch* batch, int64_t num_heads, const KvLa
 
 // Runs of rows of one sequence, those of sequences with equal beginnings side by side.
 void AttentionPlan::cut_rows(int64_t window) {
-  const int64_t most = std::max<int64_t>(1, TASK_QUERIES / group_);
   for (int64_t b = 0; b < batch_->num_sequences; ++b) {
     const int64_t end = batch_->qo_indptr[b + 1];
-    for (int64_t row = batch_->qo_indptr[b]; row < end; row += most) {
-      Run run{b, row, std::min(row + most, end), std::numeric_limits<int64_t>::max(), 0};
+    for (int64_t row = batch_->qo_indptr[b]; row < end; row += most_rows_) {
+      Run run{b, row, std::min(row + most_rows_, end), std::numeric_limits<int64_t>::max(), 0};
       for (int64_t i = run.begin; i < run.end; ++i) {
         const int64_t position = batch_->positions[i];
         const int64_t oldest = window > 0 && position >= window ? position - window + 1 : 0;
@@ -70,7 +76,7 @@ void AttentionPlan::cut_tasks(int64_t wanted) {
     num_spans += spans(task);
   }
   const int64_t num_tasks = (int64_t)tasks_.size();
-  const bool is_few = max_rows_ <= FEW_TASK_ROWS;
+  const bool is_few = max_rows_ == 1 || max_rows_ * group_ < FEW_TASK_QUERIES;
   const bool all_heads = is_few && std::max(num_tasks, num_spans) >= wanted;
   kv_heads_per_piece_ = all_heads ? kv_.num_kv_heads : 1;
   head_runs_ = kv_.num_kv_heads / kv_heads_per_piece_;

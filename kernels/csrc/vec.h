@@ -69,6 +69,14 @@ PM_INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
 PM_INLINE F splat(float x) { return x - F{}; }
 PM_INLINE I splat_int(int32_t x) { return x - I{}; }
 
+// x in a register: else compilers read a constant from memory wherever it is used.
+PM_INLINE F in_register(F x) {
+#if defined(PM_ISA_AVX512)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
 PM_INLINE I load_int(const void* p) {
   I v;
   std::memcpy(&v, p, sizeof v);
@@ -133,6 +141,25 @@ PM_INLINE F max(F a, F b) {
   return (F)_mm256_max_ps((__m256)a, (__m256)b);
 #else
   return select(a > b, a, b);
+#endif
+}
+PM_INLINE I max_signed(I a, I b) {
+#if defined(PM_ISA_AVX512)
+  return (I)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(PM_ISA_AVX2)
+  return (I)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+PM_INLINE I min_unsigned(I a, I b) {
+#if defined(PM_ISA_AVX512)
+  return (I)_mm512_min_epu32((__m512i)a, (__m512i)b);
+#elif defined(PM_ISA_AVX2)
+  return (I)_mm256_min_epu32((__m256i)a, (__m256i)b);
+#else
+  typedef uint32_t U __attribute__((vector_size(4 * PM_W)));
+  return (U)a < (U)b ? a : b;
 #endif
 }
 
