@@ -86,12 +86,8 @@ void empty(float* maximum, float* sum, float* out, int64_t num_queries, int64_t 
   std::fill_n(out, num_queries * dp, 0.0f);
 }
 
-PM_INLINE void prefetch_bytes(const unsigned char* at, int64_t count) {
-  for (int64_t j = 0; j < count; j += 64) __builtin_prefetch(at + j, 0, 2);
-}
-
 // Asks for the block's rows ahead of time: rows of one head lie apart, so the hardware does not
-// guess them.
+// guess them. Packed pages are read as they lie, which it does.
 void prefetch_block(const unsigned char* side, const KvLayout& kv, const int32_t* pages,
                     int64_t kv_head, int64_t num_heads, int64_t first, int64_t count) {
   const int64_t row_bytes = kv.head_dim * kv.element_bytes();
@@ -99,20 +95,9 @@ void prefetch_block(const unsigned char* side, const KvLayout& kv, const int32_t
                 [&](int64_t, int64_t page, int64_t token, int64_t n) {
     for (int64_t head = kv_head; head < kv_head + num_heads; ++head) {
       const unsigned char* at = side + page * kv.page_bytes() + kv.row_offset(head, token);
-      for (int64_t i = 0; i < n; ++i, at += kv.row_stride()) prefetch_bytes(at, row_bytes);
+      for (int64_t i = 0; i < n; ++i, at += kv.row_stride())
+        for (int64_t j = 0; j < row_bytes; j += 64) __builtin_prefetch(at + j, 0, 2);
     }
-  });
-}
-
-// The same of packed pages and one kv head.
-void prefetch_packed(const unsigned char* side, const KvLayout& kv, const int32_t* pages,
-                     int64_t kv_head, int64_t first, int64_t count) {
-  for_page_runs(kv.page_size, pages, first, count,
-                [&](int64_t, int64_t page, int64_t token, int64_t n) {
-    const unsigned char* at = side + page * kv.page_bytes();
-    __builtin_prefetch(at + kv.scale_offset(kv_head, token), 0, 2);
-    // V has its tokens one after the other; K has them side by side, so wide pages skip some.
-    prefetch_bytes(at + kv.row_offset(kv_head, token), n * kv.head_dim);
   });
 }
 
@@ -268,12 +253,7 @@ void AttentionPlan::run_block(const AttentionInput& in, const Joined& joined, Ta
     if (first <= leader.highest && first + BLOCK > leader.lowest) {
       const int64_t count = std::min(highest + 1 - first, BLOCK);
       const int64_t after = std::min(leader.highest + 1 - first - BLOCK, BLOCK);
-      if (kv_.is_packed()) {
-        if (after > 0) {
-          prefetch_packed(in.k_pages, kv_, pages(leader), kv_head, first + BLOCK, after);
-          prefetch_packed(in.v_pages, kv_, pages(leader), kv_head, first + BLOCK, after);
-        }
-      } else if (kv_head % kv_heads_per_piece_ == 0) {
+      if (!kv_.is_packed() && kv_head % kv_heads_per_piece_ == 0) {
         prefetch_block(in.v_pages, kv_, pages(leader), kv_head, kv_heads_per_piece_, first, count);
         if (after > 0)
           prefetch_block(in.k_pages, kv_, pages(leader), kv_head, kv_heads_per_piece_,

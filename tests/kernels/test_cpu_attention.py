@@ -236,11 +236,57 @@ def test_bits_do_not_depend_on_the_arrangement(pool: ops.Pool, case: Case, dtype
     ways: list[dict[str, Any]] = [
         dict(page_size=1, seed=9),
         dict(page_size=64, chunk=32),
+        dict(page_size=48, chunk=100, seed=4),
         dict(chunk=1, seed=1),
         dict(chunk=7, order=[3, 5, 0, 4, 2, 1]),
     ]
     for way in ways:
         np.testing.assert_array_equal(run(pool, case, dtype=dtype, **way), whole)
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 5, 16, 23])
+def test_bits_do_not_depend_on_who_shares_pages(pool: ops.Pool, dtype: KVDtype, rows: int) -> None:
+    case = Case(heads=6, groups=2, dim=32, lengths=((330, 1),) * rows)
+    tensors = case.tensors()
+    shared, kv = list(range(20)), pool_of(case, 16, dtype, 1024)
+    pages = [[*shared, 20 + b] for b in range(rows)]
+    for (_, k, v), ids in zip(tensors, pages, strict=True):  # the last one's prefix is left
+        pool.kv_write(batch_of([330], [329], [ids], 16), k, v, kv)
+    together = batch_of([1] * rows, [320 + b % 10 for b in range(rows)], pages, 16)
+    q = np.concatenate([q for q, _, _ in tensors])
+    out = pool.attention(together, q, kv)
+    for b in range(rows):
+        alone = batch_of([1], [320 + b % 10], [pages[b]], 16)
+        np.testing.assert_array_equal(pool.attention(alone, q[b : b + 1], kv)[0], out[b])
+
+
+@pytest.mark.parametrize(
+    ("page_size", "dim", "is_packed"),
+    [(16, 64, True), (48, 16, True), (8, 64, False), (16, 20, False)],
+)
+def test_int8_pages_lie_as_their_layout_says(
+    pool: ops.Pool, page_size: int, dim: int, is_packed: bool
+) -> None:
+    case = Case(heads=3, groups=3, dim=dim, lengths=((2 * page_size, 1),))
+    ((_, k, v),) = case.tensors()
+    kv = pool_of(case, page_size, "int8", 2 * page_size)
+    assert kv.layout.startswith("host packed int8," if is_packed else "host int8,")
+    batch = batch_of([2 * page_size], [2 * page_size - 1], [[1, 0]], page_size)
+    pool.kv_write(batch, k, v, kv)
+    for side, x in enumerate((k, v)):
+        integers, scales = quantised(x)
+        for page, first in ((1, 0), (0, page_size)):
+            rows = integers[first : first + page_size].transpose(1, 0, 2)  # [G, page_size, D]
+            if is_packed and side == 0:
+                rows = rows.reshape(3, page_size, dim // 4, 4).transpose(0, 2, 1, 3)
+            elif is_packed:
+                rows = rows.reshape(3, page_size // 4, 4, dim).transpose(0, 1, 3, 2)
+            data = kv.data[0, side, page]
+            np.testing.assert_array_equal(data[: rows.size].view(np.int8), rows.ravel())
+            np.testing.assert_array_equal(
+                data[rows.size :].view(np.float32), scales[first : first + page_size].T.ravel()
+            )
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
