@@ -120,18 +120,18 @@ constexpr ValueTile VALUE_TILES[][CHUNK] = {
 // stays NaN.
 struct CoarseExp2 {
   F lowest = in_register(splat(-126.0f));
-  F magic = in_register(splat(12582912.0f));  // 1.5 * 2^23: the exponent lies in the low bits
+  F magic = in_register(splat(12582912.0f + 127.0f));  // 1.5 * 2^23: the exponent in the low bits
   F cubic = in_register(splat(0.05500897020101547f));
   F square = in_register(splat(0.24221105873584747f));
   F linear = in_register(splat(0.693282961845398f));
   F one = in_register(splat(1.0f));
 
   PM_INLINE F operator()(F x) const {
-    const F y = (F)min_unsigned((I)x, (I)lowest);  // of numbers < 0 the bits, the higher number
+    const F y = max(lowest, x);
     const F t = y + magic;
     const F r = y - (t - magic);
     const F p = fma(fma(fma(cubic, r, square), r, linear), r, one);
-    return (F)((I)p + ((I)t << 23));
+    return p * (F)((I)t << 23);
   }
 };
 
@@ -170,7 +170,7 @@ PM_INLINE void weigh(const float* v_scale, CoarseExp2 exp2, Visible visible, Gro
     const F weight = visible.only<WHOLE>(v, p * load(v_scale + v * W), F{});
     store(group->x[row] + v * W, weight);
     sums = sums + visible.only<WHOLE>(v, p, F{});
-    largest = (F)max_signed((I)largest, (I)weight);  // none is below 0
+    largest = max(largest, weight);
   }
   store(group->maxima[row], largest);
   store(group->sums[row], sums);

@@ -143,25 +143,6 @@ PM_INLINE F max(F a, F b) {
   return select(a > b, a, b);
 #endif
 }
-PM_INLINE I max_signed(I a, I b) {
-#if defined(PM_ISA_AVX512)
-  return (I)_mm512_max_epi32((__m512i)a, (__m512i)b);
-#elif defined(PM_ISA_AVX2)
-  return (I)_mm256_max_epi32((__m256i)a, (__m256i)b);
-#else
-  return a > b ? a : b;
-#endif
-}
-PM_INLINE I min_unsigned(I a, I b) {
-#if defined(PM_ISA_AVX512)
-  return (I)_mm512_min_epu32((__m512i)a, (__m512i)b);
-#elif defined(PM_ISA_AVX2)
-  return (I)_mm256_min_epu32((__m256i)a, (__m256i)b);
-#else
-  typedef uint32_t U __attribute__((vector_size(4 * PM_W)));
-  return (U)a < (U)b ? a : b;
-#endif
-}
 
 // Horizontal operations: a fixed tree, lane i with lane i + W/2 first.
 #if defined(PM_ISA_AVX512) || defined(PM_ISA_AVX2)
