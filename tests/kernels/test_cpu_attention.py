@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -337,7 +336,7 @@ def natively_valid(batch: ForwardBatch) -> bool:
     )
     arguments, pool = ops._batch(batch), ops._kv(kv)
     status = ops.Library().functions.pm_check_batch(
-        *(ctypes.addressof(arguments), len(batch.kv_page_ids), ctypes.addressof(pool)),
+        *(ops.ctypes.addressof(arguments), len(batch.kv_page_ids), ops.ctypes.addressof(pool)),
         *(2**31 - 1, 2**31 - 1),
     )
     return bool(status == 0)
