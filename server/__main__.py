@@ -31,7 +31,7 @@ _ENGINE_HELP = {
     "runner": "auto, native, torch or cuda",
     "attention": "kernels of the cuda runner: auto, flashinfer or triton",
     "deterministic": "cuda: the same bits whatever else is in the batch; off is faster",
-    "weights": "auto, or a form of the weights that the runner knows",
+    "weights": "auto, stored, fp32, bf16, int8 or int4; not every runner has all",
     "kv_dtype": "how K and V are kept: auto, fp32, bf16, fp16 or int8; auto follows the weights",
     "page_size": "tokens of one page of the prefix cache",
     "kv_tokens": "size of the KV pool; default: from the free memory",
