@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from palmette.runtime.load import load_engine
 from palmette.runtime.request import LogprobOptions, Output, Request, SamplingParams, Usage
 
 PAGE = 4
+WAIT_S = 300.0  # for what a loaded machine does late
 
 
 def engine(num_pages: int = 16, **config: object) -> Engine:
@@ -326,13 +328,24 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 import test_tiers
-target = test_tiers.load(Path(sys.argv[1]), Path(sys.argv[2]), kv_tokens=4096)
-prompts = test_tiers.prompts_of(target.info.vocab_size)
-while True:
-    for place in range(len(prompts)):
-        test_tiers.serve(target, [prompts[place]])
-        print(place, flush=True)
+test_tiers.serve_for_ever(Path(sys.argv[1]), Path(sys.argv[2]))
 """
+
+
+def serve_for_ever(model: Path, folder: Path) -> None:
+    """Say which prompts are on disk, then serve others and say how many, with writes behind."""
+    target = load(model, folder, kv_tokens=4096)
+    for place, ids in enumerate(prompts_of(target.info.vocab_size)):
+        serve(target, [ids])
+        while target.has_work:
+            target.step()
+        assert target.cache.tiers is not None and target.cache.tiers.disk is not None
+        assert target.cache.tiers.disk.wait(WAIT_S)
+        print("durable", place, flush=True)
+    rng = random.Random(9)
+    for place in count():
+        serve(target, [[rng.randrange(target.info.vocab_size) for _ in range(200)]])
+        print("served", place, flush=True)
 
 
 def test_killed_and_started_again_the_prefix_is_warm_and_the_bits_the_same(
@@ -347,17 +360,18 @@ def test_killed_and_started_again_the_prefix_is_warm_and_the_bits_the_same(
     cold.close()
     here = str(Path(__file__).parent)
     script = [sys.executable, "-c", SERVE_FOR_EVER, str(tiny_files), str(tmp_path), here]
-    with subprocess.Popen(script, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        for _ in prompts:
-            assert process.stdout.readline()
+        said = [process.stdout.readline() for _ in range(len(prompts) + 4)]
         process.kill()
+    assert said == [f"durable {i}\n" for i in range(8)] + [f"served {i}\n" for i in range(4)]
     again = load(tiny_files, tmp_path, kv_tokens=4096)
     for ids, (token_ids, logprobs, _) in zip(prompts, expected, strict=True):
         [(got_ids, got_logprobs, usage)] = serve(again, [ids])
         assert (got_ids, got_logprobs) == (token_ids, logprobs)
-        assert usage.cached_tokens >= (len(ids) - 1) // 16 * 16 - 16
+        assert usage.cached_tokens == (len(ids) - 1) // 16 * 16
     assert again.cache.num_restored > 0
+    assert again.stats().corrupt_pages == 0
     again.close()
     for folder in (tmp_path / page_file.VERSION).iterdir():
         assert list((folder / "new").iterdir()) == []
