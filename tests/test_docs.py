@@ -110,7 +110,7 @@ def server_url(tiny_model: Path) -> Iterator[str]:
         yield first_line.split()[-1]
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_the_commands_of_curl_succeed(page: Path, request: pytest.FixtureRequest
         command = block.code.replace(DOC_URL, request.getfixturevalue("server_url"))
         command = re.sub(r"^curl ", "curl --silent --show-error --fail ", command, flags=re.M)
         done = subprocess.run(
-            ["sh", "-ec", command], capture_output=True, text=True, timeout=30, check=False
+            ["sh", "-ec", command], capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 0 and done.stdout, (f"{page.name}:{block.line}", done)
 

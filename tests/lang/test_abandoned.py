@@ -153,7 +153,7 @@ def test_dropped_programs_are_aborted_on_a_server(start_server: StartServer) -> 
         first = reading.run(backend=endpoint)
         next(first.text_iter("a"))
         del first, states
-        server.wait_idle(5.0)
+        server.wait_idle(10.0)  # they would take 15 s
         assert pm.flush_cache(endpoint)
     endpoint.close()
 

@@ -33,10 +33,10 @@ def seconds_to_turn_over(policy: str, num_pages: int, *, count: int = 1000) -> f
         store(tree, first)
     best = float("inf")
     for turn in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         for first in range(count):
             store(tree, num_pages * (turn + 1) + first)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     return best
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from math import inf
-from time import perf_counter
+from time import process_time
 
 import pytest
 
@@ -353,11 +353,11 @@ def test_the_cost_of_an_operation_does_not_grow_with_the_queue(policy: str) -> N
             )
         times = []
         for _ in range(400):
-            start = perf_counter()
+            start = process_time()
             head = queue.head(1.0)
             assert head is not None
             queue.admit(head, 1.0)
-            times.append(perf_counter() - start)
+            times.append(process_time() - start)
         costs.append(sorted(times)[len(times) // 4])
     assert costs[1] < 6 * costs[0] + 2e-5
 

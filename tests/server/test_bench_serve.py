@@ -68,7 +68,7 @@ class Fake:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         if self.meeting is not None and body["prompt"] != "Once upon a time":
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await self.meeting.wait()
         pieces, reason = [" w"] * body["max_tokens"], "length"
         if "response_format" in body:

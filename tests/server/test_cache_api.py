@@ -58,9 +58,7 @@ def test_a_killed_server_starts_warm(start_server: StartServer, tmp_path: Path) 
     first = start_server(engine=options)
     answer = first.generate(text=text, sampling_params={"max_new_tokens": 8})
     first.wait_idle()
-    for _ in range(200):  # the writer needs a moment
-        if first.stats()["disk_pages"] >= len(text) // size:
-            break
+    first.wait_for(lambda: first.stats()["disk_pages"] >= len(text) // size)
     first.process.kill()
     first.process.wait()
     second = start_server(engine=options)

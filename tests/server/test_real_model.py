@@ -36,7 +36,7 @@ def served(model: Path) -> Iterator[openai.OpenAI]:
         with openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0) as client:
             yield client
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10.0) == 0
+        assert process.wait(60.0) == 0
         assert process.stderr.read() == ""
     finally:
         process.kill()
