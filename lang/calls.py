@@ -27,6 +27,7 @@ from palmette.runtime.request import (
 from .choices import ChoiceScores, Score, means
 from .content import Content, Encoder, choice_ids, kept_ids, prompt_ids
 from .ir import Gen, Select
+from .outlook import Outlook
 
 Meta: TypeAlias = dict[str, object]
 
@@ -154,7 +155,9 @@ class _Streams:
 class GenCall(_Streams):
     """A Gen under way: one request per choice."""
 
-    def __init__(self, node: Gen, source: Content, encoder: Encoder, request_id: str) -> None:
+    def __init__(
+        self, node: Gen, source: Content, encoder: Encoder, request_id: str, outlook: Outlook
+    ) -> None:
         self._node = node
         self._encoder = encoder
         options = node.options
@@ -164,6 +167,7 @@ class GenCall(_Streams):
         if start is not None and start > len(prompt):
             logprobs = LogprobOptions(output=True, num_top=logprobs.num_top)
         count = options.num_choices
+        told = outlook.of_choices(prompt, count)
         requests = [
             Request(
                 request_id=request_id if count == 1 else f"{request_id}.{index}",
@@ -174,6 +178,7 @@ class GenCall(_Streams):
                 choice_index=index,
                 priority=options.priority,
                 program=_run_of(request_id),
+                hint=told[index],
             )
             for index in range(count)
         ]
@@ -221,19 +226,22 @@ class SelectCall(_Streams):
     so every score is a real number whatever the prompt ends with.
     """
 
-    def __init__(self, node: Select, source: Content, encoder: Encoder, request_id: str) -> None:
+    def __init__(
+        self, node: Select, source: Content, encoder: Encoder, request_id: str, outlook: Outlook
+    ) -> None:
         self._node = node
         self._encoder = encoder
         prompts = choice_ids(source, node.choices, encoder, trusted=node.trusted)
         start = _common_length(prompts)
+        told = outlook.of_scored(prompts[0], len(prompts), start=start, group=request_id)
         requests = [
-            _scoring(f"{request_id}.{index}", prompt, start, group=request_id)
-            for index, prompt in enumerate(prompts)
+            _scoring(f"{request_id}.{index}", prompt, start, hint)
+            for index, (prompt, hint) in enumerate(zip(prompts, told, strict=True))
         ]
         if node.method.needs_unconditional:
             alone = encoder.start_ids or prompts[0][:1]
             requests += [
-                _scoring(f"{request_id}.u{index}", alone + prompt[start:], len(alone), group=None)
+                _scoring(f"{request_id}.u{index}", alone + prompt[start:], len(alone), ReuseHint())
                 for index, prompt in enumerate(prompts)
             ]
         super().__init__(requests)
@@ -264,6 +272,9 @@ class SelectCall(_Streams):
             "output_token_logprobs": [[] for _ in range(count)],
             "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
             "cached_tokens": sum(usage.cached_tokens for usage in usages),
+            "computed_tokens": sum(usage.computed_tokens for usage in usages),
+            "recomputed_tokens": sum(usage.recomputed_tokens for usage in usages),
+            "cached_tokens_details": _cached_details(usages),
             "completion_tokens": 0,
             **decision.meta,
         }
@@ -288,14 +299,14 @@ def _run_of(request_id: str) -> str:
     return request_id.rpartition("-")[0]
 
 
-def _scoring(request_id: str, prompt: tuple[int, ...], start: int, *, group: str | None) -> Request:
+def _scoring(request_id: str, prompt: tuple[int, ...], start: int, hint: ReuseHint) -> Request:
     return Request(
         request_id=request_id,
         prompt_ids=prompt,
         sampling=_SCORE_ONLY,
         logprobs=LogprobOptions(prompt_start=start),
         program=_run_of(request_id),
-        hint=ReuseHint(group=group),
+        hint=hint,
     )
 
 
@@ -318,7 +329,24 @@ def request_meta(stream: Stream) -> Meta:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,
+        "computed_tokens": usage.computed_tokens,
+        "recomputed_tokens": usage.recomputed_tokens,
+        "forced_tokens": usage.forced_tokens,
+        "cached_tokens_details": _cached_details([usage]),
+        "miss_reason": usage.miss_reason,
+        "evicted_at": usage.evicted_at,
+        "evicted_by": usage.evicted_by,
         "e2e_latency": stream.timing.finished_s,
+    }
+
+
+def _cached_details(usages: Sequence[Usage]) -> dict[str, int]:
+    """Where cached tokens came from; the values sum to `cached_tokens`."""
+    return {
+        "device": sum(usage.device_tokens for usage in usages),
+        "host": sum(usage.host_tokens for usage in usages),
+        "disk": sum(usage.disk_tokens for usage in usages),
+        "shared": sum(usage.shared_tokens for usage in usages),
     }
 
 

@@ -20,6 +20,9 @@ from .calls import GenCall, PendingCall, Result, SelectCall, Stream, continue_wi
 from .content import Content, Encoder, extend, splice
 from .errors import BackendError, ProgramError
 from .ir import Call, Extend, Gen, Insert, Line, Node, Select, Splice, StateId, Text, ValueId
+from .outlook import BatchStart, Lookahead, Outlook
+
+NOTHING_AHEAD = Outlook()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +53,14 @@ def record_of(node: Gen | Select, streams: Sequence[Stream]) -> CallRecord:
 class ProgramRun:
     """The run of one program whose nodes may still be growing."""
 
-    def __init__(self, *, root: Content, encoder: Encoder, run_id: str) -> None:
+    def __init__(
+        self, *, root: Content, encoder: Encoder, run_id: str, batch: BatchStart | None = None
+    ) -> None:
         self.run_id = run_id
         self.records: list[CallRecord] = []
         self.error: ProgramError | None = None  # the first one
         self._encoder = encoder
+        self._lookahead = Lookahead(run_id, batch)
         self._nodes: list[Node] = []
         self._num_started = 0  # nodes before this one were looked at
         self._num_done = 0  # nodes with a result, good or bad
@@ -81,7 +87,10 @@ class ProgramRun:
     def start(self) -> list[Request]:
         """Requests of all nodes recorded since the last call that can go out now."""
         end = len(self._nodes)  # read once: a body in another thread may be recording
-        self._ready.extend(self._nodes[self._num_started : end])
+        new = self._nodes[self._num_started : end]
+        for node in new:
+            self._lookahead.note(node)
+        self._ready.extend(new)
         self._num_started = end
         return self._advance()
 
@@ -178,10 +187,11 @@ class ProgramRun:
         source = self._content_of(node.source, node)
         if source is None:
             return []
+        outlook = self._lookahead.settle(node)
         if isinstance(source, ProgramError):
             self._finish(node, source)
             return []
-        call = open_call(node, source, self._encoder, f"{self.run_id}-{node.value}")
+        call = open_call(node, source, self._encoder, f"{self.run_id}-{node.value}", outlook)
         if isinstance(call, ProgramError):
             self._finish(node, call)
             return []
@@ -229,12 +239,16 @@ class ProgramRun:
 
 
 def open_call(
-    node: Gen | Select, source: Content, encoder: Encoder, request_id: str
+    node: Gen | Select,
+    source: Content,
+    encoder: Encoder,
+    request_id: str,
+    outlook: Outlook = NOTHING_AHEAD,
 ) -> PendingCall | ProgramError:
     """The requests of one operation; an error where the prompt cannot be made."""
     make = GenCall if isinstance(node, Gen) else SelectCall
     try:
-        return make(node, source, encoder, request_id)  # type: ignore[arg-type]
+        return make(node, source, encoder, request_id, outlook)  # type: ignore[arg-type]
     except (ValueError, BackendError) as error:
         return program_error(node, ErrorInfo(code="invalid_value", message=str(error)))
 

@@ -15,6 +15,7 @@ from .expressions import RunDefaults
 from .host import Host
 from .interpreter import Interpreter
 from .ir import Line, Program
+from .outlook import BatchStart
 from .session import Session
 from .started import StartedState
 from .state import ProgramState
@@ -73,6 +74,7 @@ def _run_many(
     max_active: int,
     progress_bar: bool,
 ) -> Iterator[ProgramState]:
+    batch = BatchStart(len(calls))
     waiting = deque(enumerate(calls))
     active: dict[int, ProgramState] = {}
     finished: dict[int, ProgramState] = {}
@@ -86,7 +88,7 @@ def _run_many(
         while waiting or active or finished:
             while waiting and len(active) < max_active:
                 index, call = waiting.popleft()
-                active[index] = _start(call, defaults=defaults, session=session, eager=False)
+                active[index] = _start(call, defaults=defaults, session=session, batch=batch)
             watched = [one for state in active.values() for one in state._host.watched]
             session.wait(is_one_done, watched)
             for index in [index for index, state in active.items() if _is_done(state)]:
@@ -131,8 +133,15 @@ def trace_one(call: Call, *, line: Line) -> Program:
     return recorder.program(call.func.__name__)
 
 
-def _start(call: Call, *, defaults: RunDefaults, session: Session, eager: bool) -> ProgramState:
-    reading = Interpreter(session) if eager else Recorder(session)
+def _start(
+    call: Call,
+    *,
+    defaults: RunDefaults,
+    session: Session,
+    eager: bool = False,
+    batch: BatchStart | None = None,
+) -> ProgramState:
+    reading = Interpreter(session) if eager else Recorder(session, batch)
     host = Host(reading=reading, session=session, chat=lambda: session.chat, defaults=defaults)
     inner = ProgramState(host)
     host.task = Task(session, lambda: call.func(inner, *call.args, **call.kwargs))

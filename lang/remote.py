@@ -254,8 +254,9 @@ class HttpClient:
                 self._batches.pop(request.request_id, None)
 
     async def _read(self, batch: Batch) -> None:
+        body = batch.body(with_hints=self._info is not None and bool(self._info.version))
         async with self._client.stream(
-            "POST", "/generate", timeout=self._timeout, **_json(batch.body())
+            "POST", "/generate", timeout=self._timeout, **_json(body)
         ) as response:
             if response.status_code != 200:
                 await response.aread()

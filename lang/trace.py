@@ -26,6 +26,7 @@ from .ir import (
     StateId,
     ValueId,
 )
+from .outlook import BatchStart
 from .session import Session, Sink
 
 
@@ -169,11 +170,14 @@ class _Nodes:
 class Recorder(_Nodes):
     """The nodes of one program, made into a running graph on demand."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, batch: BatchStart | None = None) -> None:
         super().__init__()
         self.session = session
         self.run = ProgramRun(
-            root=session.root, encoder=session.encoder, run_id=session.new_run_id()
+            root=session.root,
+            encoder=session.encoder,
+            run_id=session.new_run_id(),
+            batch=batch,
         )
         self._makers: list[Extend | Gen | Select] = []  # [state id - 1] -> what made the state
 

@@ -20,6 +20,7 @@ from palmette.runtime.request import (
     Limits,
     Output,
     Request,
+    ReuseHint,
     Timing,
     TokenLogprob,
     Usage,
@@ -54,7 +55,8 @@ class Batch:
     def unfinished(self) -> list[Request]:
         return [one.request for one in self.progress if not one.is_finished]
 
-    def body(self) -> dict[str, object]:
+    def body(self, *, with_hints: bool = False) -> dict[str, object]:
+        """The POST; `with_hints`: to a server that knows the fields of `ReuseHint`."""
         first = self.requests[0]
         is_list = not self.is_choices and len(self.requests) > 1
         prompts = [list(request.prompt_ids) for request in self.requests]
@@ -69,6 +71,8 @@ class Batch:
             "priority": first.priority,
             "program": first.program,
         }
+        if with_hints:
+            body |= _hints(self.requests[-1].hint)
         options = first.logprobs
         if options.output or options.prompt_start is not None:
             starts = [request.logprobs.prompt_start for request in self.requests]
@@ -92,6 +96,7 @@ class Batch:
         text, ids = event["text"], event.get("output_ids") or []
         finish = _finish(meta.get("finish_reason"))
         is_first = one.num_ids == 0
+        details = meta.get("cached_tokens_details") or {}
         rows = meta.get("output_token_logprobs") or []
         tops = meta.get("output_top_logprobs") or []
         output = Output(
@@ -106,11 +111,15 @@ class Batch:
                 cached_tokens=meta.get("cached_tokens", 0),
                 computed_tokens=meta.get("computed_tokens", 0),
                 shared_tokens=meta.get("shared_tokens", 0),
+                host_tokens=details.get("host", 0),
+                disk_tokens=details.get("disk", 0),
                 forced_tokens=meta.get("forced_tokens", 0),
                 recomputed_tokens=meta.get("recomputed_tokens", 0),
                 completion_tokens=meta.get("completion_tokens", 0),
                 num_preemptions=meta.get("num_retractions", 0),
                 miss_reason=meta.get("miss_reason"),
+                evicted_at=meta.get("evicted_at"),
+                evicted_by=meta.get("evicted_by"),
             ),
             timing=Timing(finished_s=None if finish is None else meta.get("e2e_latency")),
             error=_abort_error(finish, meta),
@@ -141,18 +150,20 @@ def batches_of(requests: Sequence[Request]) -> Iterator[Batch]:
             if is_choices and _is_next_choice(group, request):
                 group.append(request)
                 continue
-            if (
-                first.hint.group is not None
-                and first.hint.group == request.hint.group
-                and len(group) < MAX_TEXTS
-            ):
+            if not is_choices and len(group) < MAX_TEXTS and _is_scored_with(first, request):
                 group.append(request)
                 continue
             yield Batch(group, is_choices and len(group) > 1)
         group = [request]
-        is_choices = request.hint.group is None
+        is_choices = not _is_scored_with(request, request)
     if group:
         yield Batch(group, is_choices and len(group) > 1)
+
+
+def _is_scored_with(first: Request, request: Request) -> bool:
+    """Whether both are choices of one select: their group is the call's id."""
+    group = first.hint.group
+    return group == request.hint.group and group == request.request_id.rpartition(".")[0]
 
 
 def _is_next_choice(group: Sequence[Request], request: Request) -> bool:
@@ -165,6 +176,18 @@ def _is_next_choice(group: Sequence[Request], request: Request) -> bool:
         and request.grammar == first.grammar
         and request.logprobs == first.logprobs
     )
+
+
+def _hints(last: ReuseHint) -> dict[str, object]:
+    """Of the last request of a POST: the server counts the others itself."""
+    body: dict[str, object] = {}
+    if last.group is not None:
+        body["cache_group"] = last.group
+    if last.future_uses:
+        body["cache_future_uses"] = last.future_uses
+    if last.prefixes:
+        body["cache_prefixes"] = [list(prefix) for prefix in last.prefixes]
+    return body
 
 
 def _sampling(request: Request, *, num_choices: int) -> dict[str, object]:

@@ -33,7 +33,16 @@ class Use:
     owner: str = ""  # request id, for the ledger
     priority: int = 0
     future_uses: int = 0  # later leases that will begin with these tokens
+    prefixes: tuple[tuple[int, int], ...] = ()  # (n, uses): that will begin with the first n
     expires_at: float = inf  # seconds on the tree's timer: from then on the first to go
+
+    def uses_of(self, num_tokens: int) -> int:
+        """Announced uses of the first `num_tokens` tokens."""
+        uses = self.future_uses
+        for length, number in self.prefixes:
+            if length >= num_tokens:
+                uses = max(uses, number)
+        return uses
 
 
 PLAIN_USE = Use()
@@ -111,7 +120,7 @@ class Node:
     def start_use(self, use: Use, clock: int) -> None:
         """Its first user made it."""
         self.num_uses, self.last_use = 1, clock
-        self.priority, self.future_uses = use.priority, use.future_uses
+        self.priority, self.future_uses = use.priority, use.uses_of(self.end)
         self.expires_at = use.expires_at
 
     def note_use(self, use: Use, clock: int) -> None:
@@ -119,7 +128,7 @@ class Node:
         self.num_uses += 1
         self.last_use = clock
         self.priority = max(self.priority, use.priority)
-        self.future_uses = max(self.future_uses - 1, use.future_uses, 0)
+        self.future_uses = max(self.future_uses - 1, use.uses_of(self.end), 0)
         self.expires_at = max(self.expires_at, use.expires_at)
 
     def split(self, num_tokens: int, num_pages: int) -> Node:

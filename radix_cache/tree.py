@@ -245,7 +245,16 @@ class RadixTree(Forest):
         child = self._attach(node, data[begin : whole * self._page_bytes], page_ids[first:whole])
         child.locks = 1
         child.start_use(use, self._clock)
+        self._cut_announced(child, use)
         return child
+
+    def _cut_announced(self, part: Node, use: Use) -> None:
+        """Make nodes of the prefixes that are announced for longer than the rest of the path."""
+        ends = {length // self.page_size * self.page_size for length, _ in use.prefixes}
+        for end in sorted(ends, reverse=True):
+            if part.start < end < part.end:
+                part = self._split(part, (end - part.start) * TOKEN_BYTES)
+                part.future_uses = use.uses_of(end)
 
     def _place_cursor(self, lease: Lease) -> None:
         """Start the cursor at the first node of the path that is not ready, or at its end."""

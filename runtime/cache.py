@@ -215,6 +215,7 @@ def use_of(request: Request, *, now: float) -> Use:
         owner=request.request_id,
         priority=request.priority,
         future_uses=hint.future_uses,
+        prefixes=hint.prefixes,
         expires_at=math.inf if hint.ttl_s is None else now + hint.ttl_s,
     )
 

@@ -106,12 +106,17 @@ class LogprobOptions:
     prompt_start: int | None = None
 
 
+MAX_HINTED_PREFIXES = 16
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReuseHint:
     """What the sender knows about the future of this request's prefix."""
 
     group: str | None = None  # siblings that should be admitted together
     future_uses: int = 0  # how many later requests start with this one's tokens
+    # (n, uses): so many later requests start with its first n tokens, if more than those above
+    prefixes: tuple[tuple[int, int], ...] = ()
     ttl_s: float | None = None  # seconds after which its prefix is the first to be evicted
     pin_s: float | None = None  # seconds after its end that its prompt stays whatever is evicted
 
@@ -311,14 +316,20 @@ def check_request(request: Request, info: EngineInfo) -> None:
     start = request.logprobs.prompt_start
     if start is not None and not 0 <= start <= num_prompt:
         raise _out_of_range("logprob_start_len", start, f"0..{num_prompt}")
-    _check_hint(request.hint)
+    _check_hint(request.hint, num_prompt)
     if request.deadline_s is not None and not request.deadline_s > 0:
         raise _out_of_range("deadline_s", request.deadline_s, "> 0")
 
 
-def _check_hint(hint: ReuseHint) -> None:
+def _check_hint(hint: ReuseHint, num_prompt: int) -> None:
     if not 0 <= hint.future_uses < 2**31:
         raise _out_of_range("future_uses", hint.future_uses, f"0..{2**31 - 1}")
+    _check_count("prefixes", len(hint.prefixes), MAX_HINTED_PREFIXES)
+    for length, uses in hint.prefixes:
+        if not 0 < length <= num_prompt:
+            raise _out_of_range("prefixes", length, f"1..{num_prompt}, the tokens of the prompt")
+        if not 0 <= uses < 2**31:
+            raise _out_of_range("prefixes", uses, f"0..{2**31 - 1}")
     for name, seconds in (("ttl_s", hint.ttl_s), ("pin_s", hint.pin_s)):
         if seconds is not None and not 0 < seconds < math.inf:
             raise _out_of_range(name, seconds, "> 0 and finite")

@@ -161,7 +161,7 @@ def _plans(
                 tenant=owner.name,
                 program=program,
                 deadline_s=context.config.request_timeout_s,
-                hint=cache_hint(body),
+                hint=cache_hint(body, context.config.max_rid_length),
             )
         )
     return plans

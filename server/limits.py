@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from palmette.constrained.spec import GrammarKind, GrammarSpec, Whitespace
@@ -48,6 +48,7 @@ _HINT_NAMES = {
     "pin_s": "cache_pin_s",
     "ttl_s": "cache_ttl_s",
     "future_uses": "cache_future_uses",
+    "prefixes": "cache_prefixes",
 }
 PIN_NAMES = {"pin_s": "ttl_s"}
 COMPLETION_NAMES = _HINT_NAMES | {
@@ -96,6 +97,7 @@ def make_requests(
         ApiError: 400 when one of them is beyond what the engine can do.
     """
     check_num_choices(len(prompts), max((plan.n for plan in plans), default=1), info.limits)
+    num_all = sum(plan.n for plan in plans)
     requests: list[Request] = []
     for prompt, plan in zip(prompts, plans, strict=True):
         for choice_index in range(plan.n):
@@ -111,7 +113,7 @@ def make_requests(
                 tenant=plan.tenant,
                 program=plan.program,
                 deadline_s=plan.deadline_s,
-                hint=plan.hint,
+                hint=_hint_of(plan.hint, num_all - len(requests) - 1, plan.n - choice_index - 1),
             )
             if choice_index == 0:
                 try:
@@ -120,6 +122,17 @@ def make_requests(
                     raise from_request_error(error, names) from None
             requests.append(request)
     return requests
+
+
+def _hint_of(hint: ReuseHint, num_later: int, num_same: int) -> ReuseHint:
+    """A call's hint for one of its requests, after which `num_later` come, `num_same` like it.
+
+    Prefixes are what all prompts of the call have in common.
+    """
+    if not num_later:
+        return hint
+    prefixes = tuple((length, uses + num_later) for length, uses in hint.prefixes)
+    return replace(hint, future_uses=hint.future_uses + num_same, prefixes=prefixes)
 
 
 def new_call_id(prefix: str) -> str:
@@ -174,9 +187,9 @@ def check_rid(value: str, max_length: int) -> str:
     return value
 
 
-def check_program(value: str, max_length: int) -> str:
+def check_program(value: str, max_length: int, name: str = "program") -> str:
     if value and (not _RID.fullmatch(value) or len(value) > max_length):
-        raise invalid(f"program: must be 1 to {max_length} printable ASCII characters", "program")
+        raise invalid(f"{name}: must be 1 to {max_length} printable ASCII characters", name)
     return value
 
 
@@ -188,11 +201,27 @@ def check_priority(value: int) -> int:
     return value
 
 
-def cache_hint(body: OpenAIBody | GenerateBody) -> ReuseHint:
-    """What a client knows about the future of its prompt; ranges: `check_request`."""
+def cache_hint(body: OpenAIBody | GenerateBody, max_length: int) -> ReuseHint:
+    """What a client knows about the future of its prompt; ranges: `check_request`.
+
+    `max_length` is that of the name of a group.
+    """
     return ReuseHint(
-        pin_s=body.cache_pin_s, ttl_s=body.cache_ttl_s, future_uses=body.cache_future_uses
+        group=check_program(body.cache_group, max_length, "cache_group") or None,
+        pin_s=body.cache_pin_s,
+        ttl_s=body.cache_ttl_s,
+        future_uses=body.cache_future_uses,
+        prefixes=_prefixes(body.cache_prefixes),
     )
+
+
+def _prefixes(pairs: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    for pair in pairs:
+        if len(pair) != 2:
+            raise invalid(
+                f"cache_prefixes: {pair!r:.60} must be a pair of tokens and uses", "cache_prefixes"
+            )
+    return tuple((length, uses) for length, uses in pairs)
 
 
 def token_ids(value: Sequence[object], name: str) -> TokenIds:

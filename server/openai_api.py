@@ -66,7 +66,7 @@ async def chat_completions(request: Request) -> Response:
         tenant=owner.name,
         program=check_program(body.program, context.config.max_rid_length),
         deadline_s=context.config.request_timeout_s,
-        hint=cache_hint(body),
+        hint=cache_hint(body, context.config.max_rid_length),
     )
     if body.continue_final_message:
         raise invalid("continue_final_message: is not supported", "continue_final_message")
@@ -111,7 +111,7 @@ async def completions(request: Request) -> Response:
         tenant=owner.name,
         program=check_program(body.program, context.config.max_rid_length),
         deadline_s=context.config.request_timeout_s,
-        hint=cache_hint(body),
+        hint=cache_hint(body, context.config.max_rid_length),
     )
     prompts: list[TokenIds] = []
     for item in items:

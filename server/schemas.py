@@ -62,6 +62,8 @@ class OpenAIBody(msgspec.Struct, kw_only=True, frozen=True):
     cache_pin_s: float | None = None
     cache_ttl_s: float | None = None
     cache_future_uses: int = 0
+    cache_prefixes: list[list[int]] = []
+    cache_group: str = ""
     priority: int = 0
     program: str = ""
     rid: str | None = None
@@ -169,6 +171,8 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     cache_pin_s: float | None = None
     cache_ttl_s: float | None = None
     cache_future_uses: int = 0
+    cache_prefixes: list[list[int]] = []
+    cache_group: str = ""
     # refused when given, because the answer would silently be another one
     image_data: Any = None
     video_data: Any = None

@@ -179,3 +179,17 @@ def test_a_miss_tells_the_same_text_cut_otherwise(stored: bytes, asked: bytes, r
     tree.publish(lease, 5)
     tree.release(lease)
     assert tree.acquire([*ids(asked), 0]).miss_reason == reason
+
+
+def test_an_announced_prefix_outlives_the_rest_of_its_prompt() -> None:
+    tree = RadixTree(num_pages=10, page_size=PAGE, policy="program")
+    ids = list(range(1000, 1000 + 4 * PAGE))
+    use = Use(prefixes=((2 * PAGE + 1, 1),))  # whole pages count
+    lease = tree.acquire(ids, use=use)
+    tree.claim(lease, len(ids))
+    tree.publish(lease, len(ids))
+    tree.release(lease)
+    tree.check()
+    for first in range(100, 200):
+        store(tree, first)
+    assert tree.match(ids) == 2 * PAGE

@@ -75,16 +75,21 @@ def test_a_killed_server_starts_warm(start_server: StartServer, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "told"),
     [
-        ("cache_pin_s", 0),
-        ("cache_ttl_s", -1.5),
-        ("cache_future_uses", -1),
-        ("cache_future_uses", 2**70),
+        ("cache_pin_s", 0, "0"),
+        ("cache_ttl_s", -1.5, "-1.5"),
+        ("cache_future_uses", -1, "-1"),
+        ("cache_future_uses", 2**70, str(2**70)),
+        ("cache_prefixes", [[1, -1]], "-1"),
+        ("cache_prefixes", [[10**6, 1]], "1000000"),
+        ("cache_prefixes", [[1]], "[1]"),
+        ("cache_prefixes", [[1, 1]] * 17, "17"),
+        ("cache_group", "not one word", "printable ASCII"),
     ],
 )
 def test_hints_out_of_range_are_400_by_their_name(
-    server: RunningServer, field: str, value: float
+    server: RunningServer, field: str, value: object, told: str
 ) -> None:
     for answer in (
         server.complete(prompt="x", max_tokens=1, **{field: value}),
@@ -92,4 +97,4 @@ def test_hints_out_of_range_are_400_by_their_name(
     ):
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, field)
-        assert str(value) in error["message"]
+        assert told in error["message"]
