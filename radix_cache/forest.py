@@ -67,6 +67,7 @@ class Forest:
         self._timer = timer
         self.on_evict: Callable[[Node, int], None] | None = None
         self.on_keep: Callable[[Node], None] | None = None
+        self.num_trims = 0  # grows when the tree drops pages: until then no match shrinks
         self._clock = 0
         self._num_evictable = 0  # pages of nodes without locks
 
@@ -327,6 +328,7 @@ class Forest:
 
     def _trim(self, node: Node, keep: int) -> None:
         """Free a leaf's pages from page `keep` on; remove it when none is left."""
+        self.num_trims += 1
         num_cached = node.ready // self.page_size
         self._claims.num_cached_pages -= max(0, num_cached - keep)
         self._free(tenant_at(node), node.pages[keep:])

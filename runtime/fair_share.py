@@ -22,19 +22,20 @@ MOST_IDLE = 1024  # shares that are kept beside those in use, for what they got 
 
 
 def _request_key(sequence: SequenceState) -> Key:
-    return (-sequence.request.priority, sequence.arrival)
+    return (not sequence.has_started, -sequence.request.priority, sequence.arrival)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Share:
     """One tenant, or one program of a tenant."""
 
+    name: str
     weight: float = 1.0
     time: float = 0.0  # virtual
     num_waiting: int = 0
-    num_running: int = 0
+    num_running: int = 0  # admitted once, and not over yet
     requests: Sorted = field(default_factory=lambda: Sorted(_request_key))  # of a program
-    parts: _Shares | None = None  # of a tenant
+    parts: _Shares = field(default_factory=lambda: _Shares({}))  # of a tenant
 
 
 class _Shares:
@@ -43,46 +44,64 @@ class _Shares:
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._shares: dict[str, _Share] = {}
-        self._heap: list[tuple[float, str]] = []  # (time, name) of those that wait; may be stale
+        # (time, name): for each that waits, one at its time or earlier; the rest is stale.
+        self._heap: list[tuple[float, str]] = []
         self._now = 0.0  # virtual time of the newest admission
 
-    def get(self, name: str) -> _Share:
+    def find(self, name: str) -> _Share:
+        """A share that comes back from idleness starts at the time of the newest admission."""
         share = self._shares.get(name)
         if share is None:
             if len(self._shares) > MOST_IDLE:
                 self._forget_idle()
-            share = self._shares[name] = _Share(weight=self._weights.get(name, 1.0), time=self._now)
+            weight = self._weights.get(name, 1.0)
+            share = self._shares[name] = _Share(name, weight=weight, time=self._now)
+        elif share.num_waiting == share.num_running == 0:
+            share.time = max(share.time, self._now)
         return share
 
     def join(self, name: str) -> _Share:
         """One more request of it waits."""
-        share = self.get(name)
-        if share.num_waiting == share.num_running == 0:
-            share.time = max(share.time, self._now)
+        share = self.find(name)
         share.num_waiting += 1
         if share.num_waiting == 1:
-            heapq.heappush(self._heap, (share.time, name))
+            self._enter(share)
         return share
 
-    def first(self) -> _Share:
-        while True:
-            time, name = self._heap[0]
-            share = self._shares.get(name)
-            if share is not None and share.num_waiting and share.time == time:
-                return share
-            heapq.heappop(self._heap)
+    def _enter(self, share: _Share) -> None:
+        """An entry at its time."""
+        if len(self._heap) > 64 + 2 * len(self._shares):  # stale ones pile up
+            self._heap = [(s.time, name) for name, s in self._shares.items() if s.num_waiting]
+            heapq.heapify(self._heap)
+        else:
+            heapq.heappush(self._heap, (share.time, share.name))
 
-    def charge(self, name: str, num_tokens: int) -> float:
-        """Add tokens, or take some back; returns the time before."""
-        share = self.get(name)
+    def first(self) -> _Share:
+        heap = self._heap
+        while True:
+            time, name = heap[0]
+            share = self._shares.get(name)
+            if share is None or not share.num_waiting:
+                heapq.heappop(heap)
+            elif share.time > time:
+                heapq.heapreplace(heap, (share.time, name))
+            else:
+                return share
+
+    def admit(self, share: _Share, num_tokens: int) -> float:
+        """Charge what it is expected to take; returns the time before, which is the newest."""
         before = share.time
-        share.time += num_tokens / share.weight
-        if share.num_waiting:
-            heapq.heappush(self._heap, (share.time, name))
+        share.time = before + num_tokens / share.weight
+        share.num_running += 1
+        self._now = max(self._now, before)
         return before
 
-    def advance(self, time: float) -> None:
-        self._now = max(self._now, time)
+    def settle(self, share: _Share, num_tokens: int) -> None:
+        """One of its requests is over, and took so many tokens more, or less, than expected."""
+        share.time += num_tokens / share.weight
+        share.num_running -= 1
+        if num_tokens < 0 and share.num_waiting:
+            self._enter(share)
 
     def _forget_idle(self) -> None:
         """Only those that are owed nothing and owe nothing; if too few, the others too."""
@@ -95,12 +114,15 @@ class _Shares:
                 return
 
 
+_Place = tuple[_Share, _Share]  # tenant, program
+
+
 class FairShare:
     """A policy: start-time fair queueing over tenants, then over a tenant's programs.
 
     An admission is charged the whole prompt and the tokens a request is expected to generate;
     its end corrects that to what was generated. A request that is admitted again is not charged
-    again. Requests that name no program are one program.
+    again, and is the first of its program's. Requests that name no program are one program.
     """
 
     def __init__(
@@ -108,20 +130,27 @@ class FairShare:
     ) -> None:
         self._expected_tokens = expected_tokens
         self._tenants = _Shares(weights)
-        self._charged: dict[int, int] = {}  # by arrival, of those that run or were preempted
+        self._places: dict[int, _Place] = {}  # by arrival, of those that wait
+        self._left: tuple[int, _Place] | None = None  # (arrival, place) of the newest that left
+        # By arrival, of those that run or were preempted: tokens, and who pays for them.
+        self._charged: dict[int, tuple[int, _Place]] = {}
         self._num_waiting = 0
 
     def __len__(self) -> int:
         return self._num_waiting
 
     def push(self, sequence: SequenceState) -> None:
-        tenant = self._tenants.join(sequence.request.tenant)
-        self._parts(tenant).join(sequence.request.program).requests.push(sequence)
+        request, arrival = sequence.request, sequence.arrival
+        tenant = self._tenants.join(request.tenant)
+        program = tenant.parts.join(request.program)
+        program.requests.push(sequence)
+        self._places[arrival] = tenant, program
         self._num_waiting += 1
 
     def remove(self, sequence: SequenceState) -> None:
-        tenant = self._tenants.get(sequence.request.tenant)
-        program = self._parts(tenant).get(sequence.request.program)
+        arrival = sequence.arrival
+        place = tenant, program = self._places.pop(arrival)
+        self._left = arrival, place
         program.requests.remove(sequence)
         program.num_waiting -= 1
         tenant.num_waiting -= 1
@@ -129,40 +158,35 @@ class FairShare:
 
     def head(self) -> SequenceState:
         tenant = self._tenants.first()
-        sequence = self._parts(tenant).first().requests.head()
-        sequence.rank = (0.0, tenant.time, sequence.arrival)
+        sequence = tenant.parts.first().requests.head()
+        if not sequence.has_started:
+            sequence.rank = (0.0, tenant.time, sequence.arrival)
         return sequence
 
     def admitted(self, sequence: SequenceState) -> None:
-        if sequence.arrival in self._charged:
+        arrival = sequence.arrival
+        if arrival in self._charged:
             return
-        request = sequence.request
         tokens = sequence.num_prompt + self._expected_tokens(sequence)
-        self._charged[sequence.arrival] = tokens
-        tenant = self._tenants.get(request.tenant)
-        parts = self._parts(tenant)
-        tenant.num_running += 1
-        parts.get(request.program).num_running += 1
-        tag = self._tenants.charge(request.tenant, tokens)
-        self._tenants.advance(tag)
-        parts.advance(parts.charge(request.program, tokens))
+        left, self._left = self._left, None
+        place = left[1] if left is not None and left[0] == arrival else self._find(sequence)
+        self._charged[arrival] = tokens, place
+        tenant, program = place
+        tag = self._tenants.admit(tenant, tokens)
+        tenant.parts.admit(program, tokens)
         # Who was served less runs first in a step and is preempted last.
-        sequence.rank = (0.0, tag, sequence.arrival)
+        sequence.rank = (0.0, tag, arrival)
 
     def ended(self, sequence: SequenceState) -> None:
         charged = self._charged.pop(sequence.arrival, None)
         if charged is None:
             return
-        request = sequence.request
-        tokens = sequence.num_prompt + len(sequence.generated) - charged
-        tenant = self._tenants.get(request.tenant)
-        parts = self._parts(tenant)
-        tenant.num_running -= 1
-        parts.get(request.program).num_running -= 1
-        self._tenants.charge(request.tenant, tokens)
-        parts.charge(request.program, tokens)
+        tokens, (tenant, program) = charged
+        more = sequence.num_prompt + len(sequence.generated) - tokens
+        self._tenants.settle(tenant, more)
+        tenant.parts.settle(program, more)
 
-    def _parts(self, tenant: _Share) -> _Shares:
-        if tenant.parts is None:
-            tenant.parts = _Shares({})
-        return tenant.parts
+    def _find(self, sequence: SequenceState) -> _Place:
+        """The place of one that never waited: its prompt is read while its grammar compiles."""
+        tenant = self._tenants.find(sequence.request.tenant)
+        return tenant, tenant.parts.find(sequence.request.program)

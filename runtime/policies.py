@@ -24,7 +24,7 @@ from palmette.radix_cache.tree import RadixTree
 
 from .config import SchedulerConfig
 from .fair_share import FairShare
-from .prompt_trie import PromptTrie
+from .prompt_trie import PromptTrie, TrieNode
 from .queues import Key, Policy, Sorted, WaitingQueue, by_arrival
 from .sequence import SequenceState
 
@@ -53,6 +53,7 @@ def make_queue(
         makers[config.policy],
         has_classes=has_classes,
         ageing_s=config.ageing_s if has_classes else inf,
+        orders_started=config.policy == "fair",
     )
 
 
@@ -61,71 +62,90 @@ class LongestMatch:
 
     A request is matched when it comes. Later a match grows when a prompt that shares more is
     admitted: the trie knows who that concerns most, and once he is gone, who is next. A match
-    shrinks by eviction: it is looked up again when its request is about to go first.
+    shrinks when the tree drops pages: then it is looked up again before its request goes first.
     """
 
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
         self._trie = PromptTrie(tree.page_size)
         self._matches: dict[int, int] = {}  # by arrival: tokens
-        self._heap: list[tuple[int, int, SequenceState]] = []  # (-match, arrival), may be stale
-        self._gone: list[tuple[SequenceState, int]] = []  # left, or admitted: matches to pass on
-        self._checked: tuple[int, int] | None = None  # (arrival, cached tokens) at the last look
+        # By match: heap of (arrival, the tree's num_trims then, sequence); entries may be stale.
+        self._buckets: dict[int, list[tuple[int, int, SequenceState]]] = {}
+        self._order: list[int] = []  # heap of their matches, negative
+        # Who left, where it was, how much of its prompt is cached.
+        self._gone: list[tuple[SequenceState, TrieNode, int]] = []
 
     def __len__(self) -> int:
         return len(self._trie)
 
     def push(self, sequence: SequenceState) -> None:
+        self._settle()
         self._trie.add(sequence)
         self._offer(sequence, self._match(sequence))
 
     def remove(self, sequence: SequenceState) -> None:
-        self._trie.remove(sequence)
-        self._gone.append((sequence, self._matches.pop(sequence.arrival)))
+        place = self._trie.remove(sequence)
+        self._gone.append((sequence, place, self._matches.pop(sequence.arrival)))
 
     def head(self) -> SequenceState:
-        while self._gone:
-            self._pass_on(*self._gone.pop())
+        self._settle()
+        num_trims = self._tree.num_trims
         while True:
-            negative, arrival, sequence = self._heap[0]
-            if self._matches.get(arrival) != -negative:
-                heapq.heappop(self._heap)
-                continue
-            seen = (arrival, self._tree.num_cached_tokens)
-            if seen == self._checked:
-                return sequence
-            match = self._match(sequence)
-            if match >= -negative:
-                self._checked = seen
-                return sequence
-            heapq.heappop(self._heap)
-            self._offer(sequence, match)
+            match = -self._order[0]
+            bucket = self._buckets[match]
+            while bucket:
+                arrival, seen, sequence = bucket[0]
+                if self._matches.get(arrival) != match:
+                    heapq.heappop(bucket)
+                elif seen == num_trims:
+                    return sequence
+                else:
+                    heapq.heappop(bucket)
+                    now = self._match(sequence)
+                    self._offer(sequence, now)
+                    if now > match:
+                        break
+            else:
+                del self._buckets[match]
+                heapq.heappop(self._order)
 
     def admitted(self, sequence: SequenceState) -> None:
+        place = None
         if self._gone and self._gone[-1][0] is sequence:
-            self._gone.pop()
-        self._gone.append((sequence, sequence.num_tokens))
+            _, place, _ = self._gone.pop()
+        self._pass_on(sequence, place, sequence.num_tokens)
 
     def ended(self, sequence: SequenceState) -> None:
         return None
 
+    def _settle(self) -> None:
+        """Pass on what is known of those who left, before the trie grows."""
+        while self._gone:
+            self._pass_on(*self._gone.pop())
+
     def _match(self, sequence: SequenceState) -> int:
         return self._tree.match(sequence.all_ids(), sequence.request.namespace)
 
-    def _pass_on(self, sequence: SequenceState, match: int) -> None:
+    def _pass_on(self, sequence: SequenceState, place: TrieNode | None, match: int) -> None:
         """`match` tokens of this prompt are in the tree: so are the ones another shares of them."""
         if not self._trie:
             return
-        node, shared = self._trie.nearest(sequence)
+        nearest, shared = self._trie.nearest(sequence, place)
         match = min(match, shared)
         if match > 0:
-            nearest = node.some_item()
+            if isinstance(nearest, TrieNode):
+                nearest = nearest.heaviest_item()
             if match > self._matches[nearest.arrival]:
                 self._offer(nearest, match)
 
     def _offer(self, sequence: SequenceState, match: int) -> None:
-        self._matches[sequence.arrival] = match
-        heapq.heappush(self._heap, (-match, sequence.arrival, sequence))
+        arrival = sequence.arrival
+        self._matches[arrival] = match
+        bucket = self._buckets.get(match)
+        if bucket is None:
+            bucket = self._buckets[match] = []
+            heapq.heappush(self._order, -match)
+        heapq.heappush(bucket, (arrival, self._tree.num_trims, sequence))
 
 
 class DepthFirst:
@@ -134,6 +154,7 @@ class DepthFirst:
     def __init__(self, page_size: int) -> None:
         self._trie = PromptTrie(page_size)
         self._last: SequenceState | None = None  # the one admitted last
+        self._removed: tuple[SequenceState, TrieNode] | None = None  # the newest, if none came
         self._head: SequenceState | None = None
 
     def __len__(self) -> int:
@@ -141,26 +162,32 @@ class DepthFirst:
 
     def push(self, sequence: SequenceState) -> None:
         self._trie.add(sequence)
-        self._head = None
+        self._removed = self._head = None
 
     def remove(self, sequence: SequenceState) -> None:
-        self._trie.remove(sequence)
+        self._removed = sequence, self._trie.remove(sequence)
         self._head = None
 
     def head(self) -> SequenceState:
         if self._head is None:
-            node = self._trie.root
-            if self._last is not None:
-                nearest, shared = self._trie.nearest(self._last)
-                node = nearest if shared else node
-            self._head = node.heaviest_item()
+            self._head = self._after(self._last)
         return self._head
 
     def admitted(self, sequence: SequenceState) -> None:
         self._last, self._head = sequence, None
+        if self._trie and self._removed is not None and self._removed[0] is sequence:
+            self._head = self._after(sequence, self._removed[1])
 
     def ended(self, sequence: SequenceState) -> None:
         return None
+
+    def _after(self, last: SequenceState | None, place: TrieNode | None = None) -> SequenceState:
+        """One of those that share most with `last`; of the heaviest branch where nobody does."""
+        near: TrieNode | SequenceState = self._trie.root
+        if last is not None:
+            nearest, shared = self._trie.nearest(last, place)
+            near = nearest if shared else near
+        return near.heaviest_item() if isinstance(near, TrieNode) else near
 
 
 class ProgramStarts:

@@ -1,18 +1,22 @@
-"""Which waiting prompts begin alike: a compressed trie of their whole pages.
+"""Which waiting prompts begin alike: a compressed trie of the pages that they can share.
 
-    root - namespace - [system prompt, 5 of them] - [question 1, 2]
-                                                  - [question 2, 3]
+    root - namespace - [system prompt, 5 of them] - [question 1, 2] - a prompt
+                                                  |                 - a prompt
+                                                  - [question 2, 3] ...
 
-It answers two questions without a walk over the queue: who shares most with a prompt that was
-just admitted, and which branch has the most requests waiting.
+A branch with one prompt in it is that sequence itself: a node stands only where several part. It
+answers two questions without a walk over the queue: who shares most with a prompt that was just
+admitted, and which branch has the most requests waiting. A prompt's last token is always computed,
+so its pages here are those before it.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Hashable
 
-from palmette.radix_cache.node import TOKEN_BYTES, encode
+from palmette.radix_cache.node import TOKEN_BYTES
 
 from .sequence import SequenceState
 
@@ -20,61 +24,72 @@ from .sequence import SequenceState
 class TrieNode:
     """A run of whole pages that all prompts below it share."""
 
-    __slots__ = (
-        "_heaviest",
-        "arrival",
-        "children",
-        "count",
-        "edge",
-        "end",
-        "items",
-        "key",
-        "parent",
-    )
+    __slots__ = ("_heap", "arrival", "children", "count", "edge", "end", "items", "key", "parent")
 
     def __init__(
         self, parent: TrieNode | None, key: Hashable, edge: bytes, end: int, arrival: int
     ) -> None:
-        self.parent = parent
+        self.parent = parent  # kept when the node is empty and has left the trie
         self.key = key  # its place among the parent's children
         self.edge = edge
         self.arrival = arrival  # of the prompt it was made for: equal weights go by it
         self.end = end  # bytes of the prompt up to the end of the edge
-        self.children: dict[Hashable, TrieNode] = {}
-        self.items: dict[int, SequenceState] = {}  # by arrival: prompts that end here
+        self.children: dict[Hashable, TrieNode | SequenceState] = {}
+        self.items: OrderedDict[int, SequenceState] = OrderedDict()  # by arrival: they end here
         self.count = 0  # prompts here and below
-        self._heaviest: list[tuple[int, int, TrieNode]] = []  # heap; entries may be stale
+        # (-count, arrival, key) of the children, counts at least as large as they are now; made
+        # when it is asked for.
+        self._heap: list[tuple[int, int, Hashable]] | None = None
 
-    def __lt__(self, other: TrieNode) -> bool:
-        return False  # for the heap, where all else is equal
+    def note_growth(self, child: TrieNode | SequenceState, key: Hashable) -> None:
+        """A child has more prompts than before. O(log children)."""
+        heap = self._heap
+        if heap is not None:
+            if len(heap) > 64 + 2 * len(self.children):
+                self._heap = None  # nobody asks, and stale entries pile up
+            else:
+                heapq.heappush(heap, (-_weight(child), child.arrival, key))
 
-    def note_count(self) -> None:
-        """Tell the parent that the count has changed. O(log children)."""
-        if self.parent is not None and self.count:
-            heapq.heappush(self.parent._heaviest, (-self.count, self.arrival, self))
-
-    def heaviest_child(self) -> TrieNode:
-        """The child with most prompts below it. Amortised O(log children)."""
-        heap = self._heaviest
+    def heaviest_child(self) -> TrieNode | SequenceState:
+        """The child with most prompts in it, of equals the oldest. Amortised O(log children)."""
+        children, heap = self.children, self._heap
+        if heap is None:
+            heap = [(-_weight(child), child.arrival, key) for key, child in children.items()]
+            heapq.heapify(heap)
+            self._heap = heap
         while True:
-            count, _, child = heap[0]
-            if child.count == -count and child.parent is self:
+            negative, arrival, key = heap[0]
+            child = children.get(key)
+            if child is None or child.arrival != arrival:
+                heapq.heappop(heap)
+                continue
+            weight = _weight(child)
+            if weight == -negative:
                 return child
-            heapq.heappop(heap)
-
-    def some_item(self) -> SequenceState:
-        """A prompt here or below; the oldest of those that end at the node reached."""
-        node = self
-        while not node.items:
-            node = next(iter(node.children.values()))
-        return next(iter(node.items.values()))
+            if weight < -negative:
+                heapq.heapreplace(heap, (-weight, arrival, key))
+            else:
+                heapq.heappop(heap)  # it has grown since: there is another entry
 
     def heaviest_item(self) -> SequenceState:
         """A prompt of the heaviest branch; what ends early in a branch comes first in it."""
-        node = self
-        while not node.items or (node.end == 0 and node.children):
+        node: TrieNode | SequenceState = self
+        while isinstance(node, TrieNode):
+            if node.items and (node.end or not node.children):
+                return next(iter(node.items.values()))
             node = node.heaviest_child()
-        return next(iter(node.items.values()))
+        return node
+
+    def nearest_waiting(self) -> TrieNode:
+        """This node, or while it is empty the one above: the root may be."""
+        node = self
+        while node.count == 0 and node.parent is not None:
+            node = node.parent
+        return node
+
+
+def _weight(branch: TrieNode | SequenceState) -> int:
+    return branch.count if isinstance(branch, TrieNode) else 1
 
 
 class PromptTrie:
@@ -83,74 +98,123 @@ class PromptTrie:
     def __init__(self, page_size: int) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
         self._root = TrieNode(None, None, b"", 0, 0)
-        self._nodes: dict[int, TrieNode] = {}  # by arrival
+        self._places: dict[int, tuple[TrieNode, bytes | None]] = {}  # by arrival; key, or an item
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._places)
 
     @property
     def root(self) -> TrieNode:
         return self._root
 
     def add(self, sequence: SequenceState) -> None:
-        data = encode(sequence.all_ids())
-        whole = len(data) // self._page_bytes * self._page_bytes
+        data = sequence.encoded_ids()
+        size = self._page_bytes
+        whole = self._matchable(data)
         arrival = sequence.arrival
-        node = self._child(self._root, sequence.request.namespace, b"", arrival)
+        node = self._of_namespace(sequence.request.namespace, arrival)
+        child: TrieNode | SequenceState | None = sequence
+        key: Hashable = None
         while node.end < whole:
-            key = data[node.end : node.end + self._page_bytes]
+            key = data[node.end : node.end + size]
             child = node.children.get(key)
             if child is None:
-                node = self._child(node, key, data[node.end : whole], arrival)
+                child = node.children[key] = sequence
+                self._places[arrival] = node, key
                 break
-            same = self._common(child.edge, data[child.end - len(child.edge) : whole])
-            node = child if same == len(child.edge) else self._split(child, same)
-        node.items[arrival] = sequence
-        self._nodes[arrival] = node
-        while node.parent is not None:
+            if not isinstance(child, TrieNode):
+                child = self._make_node(node, key, child)
+            start = node.end
+            if not data.startswith(child.edge, start):
+                child = self._split(child, self._common(child.edge, data[start:whole]))
+            node = child
+        else:
+            node.items[arrival] = sequence
+            self._places[arrival] = node, None
+            child, key = node, node.key
             node.count += 1
-            node.note_count()
+            if node.parent is None:
+                return
             node = node.parent
-        node.count += 1
+        self._count_up(node, child, key)
 
-    def remove(self, sequence: SequenceState) -> None:
-        place: TrieNode | None = self._nodes.pop(sequence.arrival)
-        assert place is not None
-        del place.items[sequence.arrival]
-        while place is not None:
-            place.count -= 1
-            parent = place.parent
-            if place.count == 0 and parent is not None:
-                del parent.children[place.key]
-                place.parent = None
-            else:
-                place.note_count()
-            place = parent
+    def _count_up(self, node: TrieNode, child: TrieNode | SequenceState, key: Hashable) -> None:
+        """One more prompt below `node`, in its `child`."""
+        while True:
+            node.count += 1
+            node.note_growth(child, key)
+            child, key = node, node.key
+            if node.parent is None:
+                return
+            node = node.parent
 
-    def nearest(self, sequence: SequenceState) -> tuple[TrieNode, int]:
+    def remove(self, sequence: SequenceState) -> TrieNode:
+        """Take it out; where it was: the others there share most of its pages here."""
+        place, key = self._places.pop(sequence.arrival)
+        if key is None:
+            del place.items[sequence.arrival]
+        else:
+            del place.children[key]
+        node = place
+        while True:
+            node.count -= 1
+            parent = node.parent
+            if parent is None:
+                return place
+            if node.count == 0:
+                del parent.children[node.key]
+            node = parent
+
+    def nearest(
+        self, sequence: SequenceState, place: TrieNode | None = None
+    ) -> tuple[TrieNode | SequenceState, int]:
         """Where the prompts lie that share most with `sequence`, and how many tokens they share.
 
-        All prompts at and below the node share so many, in whole pages; the sequence itself need
-        not be in the trie.
+        All prompts there share so many, in whole pages. place: where the sequence itself was, if
+        nothing was added since. With 0 tokens the answer means nothing.
         """
-        data = encode(sequence.all_ids())
-        node = self._root.children.get(sequence.request.namespace, self._root)
-        while node is not self._root:
-            child = node.children.get(data[node.end : node.end + self._page_bytes])
+        if place is not None:
+            node: TrieNode | SequenceState = place.nearest_waiting()
+        else:
+            node = self._root.children.get(sequence.request.namespace, self._root)
+        assert isinstance(node, TrieNode)
+        if node is self._root:
+            return node, 0
+        data, size = sequence.encoded_ids(), self._page_bytes
+        while True:
+            start = node.end
+            child = node.children.get(data[start : start + size])
             if child is None:
-                break
-            start = child.end - len(child.edge)
-            if not data.startswith(child.edge, start):
-                return child, (start + self._common(child.edge, data[start:])) // TOKEN_BYTES
+                return node, start // TOKEN_BYTES
+            edge = child.edge if isinstance(child, TrieNode) else self._rest(child, start)
+            if not isinstance(child, TrieNode) or not data.startswith(edge, start):
+                return child, (start + self._common(edge, data[start:])) // TOKEN_BYTES
             node = child
-        return node, node.end // TOKEN_BYTES
 
-    def _child(self, parent: TrieNode, key: Hashable, edge: bytes, arrival: int) -> TrieNode:
-        child = parent.children.get(key)
-        if child is None:
-            child = TrieNode(parent, key, edge, parent.end + len(edge), arrival)
-            parent.children[key] = child
-        return child
+    def _of_namespace(self, namespace: Hashable, arrival: int) -> TrieNode:
+        node = self._root.children.get(namespace)
+        if node is None:
+            node = self._root.children[namespace] = TrieNode(self._root, namespace, b"", 0, arrival)
+        assert isinstance(node, TrieNode)
+        return node
+
+    def _rest(self, sequence: SequenceState, start: int) -> bytes:
+        """The pages of a prompt from byte `start` on."""
+        data = sequence.encoded_ids()
+        return data[start : self._matchable(data)]
+
+    def _matchable(self, data: bytes) -> int:
+        return (len(data) - TOKEN_BYTES) // self._page_bytes * self._page_bytes
+
+    def _make_node(self, parent: TrieNode, key: Hashable, only: SequenceState) -> TrieNode:
+        """Where one prompt was alone, a node in which it ends."""
+        edge = self._rest(only, parent.end)
+        node = TrieNode(parent, key, edge, parent.end + len(edge), only.arrival)
+        node.items[only.arrival] = only
+        node.count = 1
+        parent.children[key] = node
+        self._places[only.arrival] = node, None
+        return node
 
     def _split(self, node: TrieNode, num_bytes: int) -> TrieNode:
         """Cut an edge: a new parent takes its first bytes."""
@@ -159,10 +223,16 @@ class PromptTrie:
         end = node.end - len(node.edge) + num_bytes
         upper = TrieNode(parent, node.key, node.edge[:num_bytes], end, node.arrival)
         parent.children[node.key] = upper
-        node.key, node.edge = node.edge[num_bytes:][: self._page_bytes], node.edge[num_bytes:]
-        node.parent, upper.count = upper, node.count
-        upper.children[node.key] = node
-        node.note_count()
+        upper.count = node.count
+        rest = node.edge[num_bytes:]
+        key = rest[: self._page_bytes]
+        if node.count == 1 and node.items:  # alone again
+            (only,) = node.items.values()
+            upper.children[key] = only
+            self._places[only.arrival] = upper, key
+        else:
+            node.key, node.edge, node.parent = key, rest, upper
+            upper.children[key] = node
         return upper
 
     def _common(self, edge: bytes, data: bytes) -> int:

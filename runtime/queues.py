@@ -48,30 +48,43 @@ class Policy(Protocol):
 
 
 class Sorted:
-    """By a key that is known at arrival and does not change. The last part must be unique."""
+    """By a key that is known at arrival and does not change. The last part must be unique.
+
+    The first leaves, and one with a larger key than all comes, in amortised O(1).
+    """
 
     def __init__(self, key: Callable[[SequenceState], Key]) -> None:
         self._key = key
         self._entries: list[tuple[Key, SequenceState]] = []
+        self._first = 0  # the entries before it have left
         self._keys: dict[int, Key] = {}  # by arrival
 
     def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[SequenceState]:
-        return (sequence for _, sequence in self._entries)
+        return len(self._keys)
 
     def push(self, sequence: SequenceState) -> None:
         key = self._keys[sequence.arrival] = self._key(sequence)
-        insort(self._entries, (key, sequence))
+        entries = self._entries
+        if not entries or entries[-1][0] < key:
+            entries.append((key, sequence))
+        else:
+            insort(entries, (key, sequence), lo=self._first)
 
     def remove(self, sequence: SequenceState) -> None:
-        place = bisect_left(self._entries, (self._keys.pop(sequence.arrival),))
-        assert self._entries[place][1] is sequence
-        del self._entries[place]
+        key = self._keys.pop(sequence.arrival)
+        entries, first = self._entries, self._first
+        if entries[first][1] is not sequence:
+            place = bisect_left(entries, (key,), lo=first)
+            assert entries[place][1] is sequence
+            del entries[place]
+        elif 2 * first < len(entries):
+            self._first = first + 1
+        else:
+            del entries[: first + 1]
+            self._first = 0
 
     def head(self) -> SequenceState:
-        return self._entries[0][1]
+        return self._entries[self._first][1]
 
     def admitted(self, sequence: SequenceState) -> None:
         return None
@@ -94,14 +107,21 @@ class WaitingQueue:
     has_classes: larger `Request.priority` goes first, and ranks higher among the running.
     ageing_s: who has waited for so long is next in every other admission, in order of arrival,
     and ranks above all others from then on; so nobody starves. inf: never.
+    orders_started: what was preempted is the policy's to order too, and keeps its rank.
     """
 
     def __init__(
-        self, make_policy: Callable[[], Policy], *, has_classes: bool, ageing_s: float
+        self,
+        make_policy: Callable[[], Policy],
+        *,
+        has_classes: bool,
+        ageing_s: float,
+        orders_started: bool = False,
     ) -> None:
         self._make_policy = make_policy
         self._has_classes = has_classes
         self._ageing_s = ageing_s
+        self._orders_started = orders_started
         self._started = Sorted(_started_key)
         self._classes: dict[float, Policy] = {}  # by rank[0]
         self._order: list[float] = []  # of the classes
@@ -122,13 +142,14 @@ class WaitingQueue:
         self._all[sequence.arrival] = sequence
         if sequence.has_started:
             self._all.move_to_end(sequence.arrival, last=False)
+        if sequence.has_started and not self._orders_started:
             self._started.push(sequence)
         else:
             self._class(sequence.rank[0]).push(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
         del self._all[sequence.arrival]
-        if sequence.has_started:
+        if sequence.has_started and not self._orders_started:
             self._started.remove(sequence)
             return
         rank = self._place(sequence)

@@ -21,6 +21,7 @@ import numpy as np
 from palmette.constrained.backend import CompiledGrammar, GrammarState
 from palmette.kernels.sampling import RowSampling
 from palmette.radix_cache.ledger import Miss, MissReason
+from palmette.radix_cache.node import encode
 from palmette.radix_cache.tree import Lease
 
 from .cache import MissFields, told_miss
@@ -48,6 +49,7 @@ class SequenceState:
     """One request while it lives; changed by the scheduler and the engine only."""
 
     __slots__ = (
+        "_encoded",
         "_timing",
         "_told",
         "admitted_s",
@@ -146,6 +148,7 @@ class SequenceState:
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.compiled: CompiledGrammar | None = None
+        self._encoded: bytes | None = None
         self._timing: Timing | None = None
         self._told: tuple[Miss | None, MissFields] | None = None
         self.grammar: GrammarState | None = None  # from the first admission with `compiled` on
@@ -169,8 +172,15 @@ class SequenceState:
             return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.generated)
 
+    def encoded_ids(self) -> bytes:
+        """`all_ids` as the tree's key, made once while it waits."""
+        if self._encoded is None:
+            self._encoded = encode(self.all_ids())
+        return self._encoded
+
     def start(self, lease: Lease, *, now: float) -> None:
         """Book an admission: the first decides what counts as cached and shared."""
+        self._encoded = None
         self.lease = lease
         self.num_leased = self.num_tokens
         self.status = Status.PREFILL

@@ -14,7 +14,7 @@ from palmette.runtime.config import POLICIES, SchedulerConfig
 from palmette.runtime.delivery import Delivery
 from palmette.runtime.fake_runner import ByteTokenizer, fake_engine
 from palmette.runtime.policies import make_queue
-from palmette.runtime.prompt_trie import PromptTrie
+from palmette.runtime.prompt_trie import PromptTrie, TrieNode
 from palmette.runtime.queues import WaitingQueue
 from palmette.runtime.request import Request, ReuseHint, SamplingParams
 from palmette.runtime.sequence import SequenceState
@@ -63,8 +63,9 @@ def drain(queue: WaitingQueue, tree: RadixTree | None = None, *, now: float = 0.
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:
+    """What `right` can use of `left`: all but its last token, in whole pages."""
     count = 0
-    while count < min(len(left), len(right)) and left[count] == right[count]:
+    while count < min(len(left), len(right) - 1) and left[count] == right[count]:
         count += 1
     return count // PAGE * PAGE
 
@@ -130,7 +131,7 @@ def test_who_waited_too_long_takes_every_other_admission() -> None:
 
 def test_lpm_takes_the_longest_cached_prefix_at_every_moment() -> None:
     rng = random.Random(3)
-    for _ in range(30):
+    for _ in range(200):
         tree = RadixTree(num_pages=4096, page_size=PAGE)
         queue = queue_of("lpm", tree=tree)
         stems = [[rng.randrange(3) for _ in range(24)] for _ in range(4)]
@@ -307,6 +308,10 @@ def test_the_accounts_of_tenants_stay_bounded() -> None:
     assert len(shares) < 2000
 
 
+def weight(branch: TrieNode | SequenceState) -> int:
+    return branch.count if isinstance(branch, TrieNode) else 1
+
+
 def test_the_trie_holds_exactly_what_waits() -> None:
     rng = random.Random(9)
     for page_size in (1, 4):
@@ -318,17 +323,19 @@ def test_the_trie_holds_exactly_what_waits() -> None:
                 prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 20))]
                 waiting[arrival] = sequence(arrival, prompt)
                 trie.add(waiting[arrival])
-            nodes = [trie.root]
-            found = set[int]()
-            while nodes:
-                node = nodes.pop()
-                assert node.count == len(node.items) + sum(c.count for c in node.children.values())
-                assert node.count > 0 or node is trie.root
-                found |= set(node.items)
-                nodes += node.children.values()
-                if node.children:
-                    heaviest = max(child.count for child in node.children.values())
-                    assert node.heaviest_child().count == heaviest
+            found, heads = set[int](), list[TrieNode | SequenceState]([trie.root])
+            while heads:
+                branch = heads.pop()
+                if isinstance(branch, SequenceState):
+                    found.add(branch.arrival)
+                    continue
+                weights = [weight(child) for child in branch.children.values()]
+                assert branch.count == len(branch.items) + sum(weights)
+                assert branch.count > 0 or branch is trie.root
+                found |= set(branch.items)
+                heads += branch.children.values()
+                if weights:
+                    assert weight(branch.heaviest_child()) == max(weights)
             assert found == set(waiting)
 
 
