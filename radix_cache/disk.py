@@ -1,8 +1,8 @@
 """The tier on disk: bounded, content-addressed, written by one thread that nobody waits for.
 
-A read is made where it is asked for; a write is queued, up to a bound, and dropped beyond it: the
-cache loses a page, a step never waits. Whatever the disk refuses costs pages, never a request: one
-warning, then silence and a new try a minute later.
+A read is made by whoever asks for it, see `read_ahead`; a write is queued, up to a bound, and
+dropped beyond it: the cache loses a page, a step never waits. Whatever the disk refuses costs
+pages, never a request: one warning, then silence and a new try a minute later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ CLOSE_TIMEOUT_S = 30.0
 class DiskStore:
     """Implements `store.PageStore` over FOLDER for one layout, up to `max_bytes` of files.
 
-    `page_bytes` of tokens are a page. Nothing is raised for what the disk does or holds.
+    `page_bytes` of tokens are a page. Nothing is raised for what the disk does or holds. In a
+    forked child, which has none of the threads, it holds nothing and takes nothing.
     """
 
     name = "disk"
@@ -43,9 +44,12 @@ class DiskStore:
         self._page_bytes = page_bytes
         self._folder = page_file.layout_folder(folder, layout)
         self._scratch = self._folder / "new"
-        self._lock = threading.Condition()
+        self._pid = os.getpid()
+        self._lock = threading.Condition()  # held for moments only: steps wait for it
+        self._replacing = threading.Lock()  # held while a file is put in place, or a bad one goes
         self._files: OrderedDict[bytes, int] = OrderedDict()  # sizes, least recently used first
         self._num_bytes = 0
+        self._damaged: set[bytes] = set()  # were found so, and are not written anew
         self._queue: deque[list[StoredPage]] = deque()
         self._queued: dict[bytes, StoredPage] = {}
         self._queued_bytes = 0
@@ -57,35 +61,70 @@ class DiskStore:
         self._writer.start()
 
     @property
+    def is_ours(self) -> bool:
+        """False in a forked child: no thread writes there, and the lock may be held for ever."""
+        return os.getpid() == self._pid
+
+    @property
     def num_pages(self) -> int:
-        with self._lock:
-            return len(self._files)
+        return len(self._files)
 
     @property
     def num_bytes(self) -> int:
-        with self._lock:
-            return self._num_bytes
+        return self._num_bytes
 
     def contains(self, digest: bytes) -> bool:
+        if not self.is_ours:
+            return False
         with self._lock:
             return digest in self._files or digest in self._queued
 
     def get(self, digest: bytes, namespace: tuple[str, ...], tokens: bytes) -> bytes | None:
-        with self._lock:
-            page = self._queued.get(digest)
-            if page is None and digest not in self._files:
-                return None
-        if page is None:
-            page = self._read(digest)
-            self._note_use(digest)
+        page = self.load(digest)
         if page is None or page.namespace != namespace or page.tokens != tokens:
             return None
-        with self._lock:
-            if digest in self._files:
-                self._files.move_to_end(digest)
         return page.data
 
+    def load(self, digest: bytes) -> StoredPage | None:
+        """Read a page; its namespace and tokens are for the caller to compare."""
+        if not self.is_ours:
+            return None
+        with self._lock:
+            page = self._queued.get(digest)
+            if page is not None or digest not in self._files:
+                return page
+            self._files.move_to_end(digest)
+        page = self._read(digest)
+        if page is None:
+            self.suspect([digest])
+        else:
+            self._note_use(digest)
+        return page
+
+    def suspect(self, digests: Sequence[bytes]) -> None:
+        """Count pages as not there, until they are checked or written anew."""
+        if self.is_ours:
+            with self._lock:
+                for digest in digests:
+                    self._num_bytes -= self._files.pop(digest, 0)
+
+    def was_damaged(self, digest: bytes) -> bool:
+        return digest in self._damaged
+
+    def check(self, digest: bytes) -> None:
+        """Read a page that is suspected: a sound one is there again, a damaged one goes."""
+        if not self.is_ours or self._read(digest) is None:
+            return
+        with contextlib.suppress(OSError):
+            size = page_file.page_path(self._folder, digest).stat().st_size
+            with self._lock:
+                if digest not in self._files:
+                    self._files[digest] = size
+                    self._num_bytes += size
+
     def put(self, pages: Sequence[StoredPage]) -> None:
+        if not self.is_ours:
+            return
         with self._lock:
             if time.monotonic() < self._retry_at:
                 self.num_dropped += len(pages)
@@ -108,11 +147,15 @@ class DiskStore:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether so much can be queued now."""
+        if not self.is_ours:
+            return False
         with self._lock:
             return self._queued_bytes + num_bytes <= QUEUE_BYTES
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Mark a path as used: its root last, for it is wanted longest."""
+        if not self.is_ours:
+            return
         with self._lock:
             for digest in reversed(digests):
                 if digest in self._files:
@@ -120,10 +163,14 @@ class DiskStore:
 
     def wait(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Until everything that was queued is written, or dropped; False after the timeout."""
+        if not self.is_ours:
+            return True
         with self._lock:
             return self._lock.wait_for(lambda: not self._queued, timeout_s)
 
     def clear(self) -> None:
+        if not self.is_ours:
+            return
         with self._lock:
             digests = list(self._files)
             self._forget_queue()
@@ -134,6 +181,8 @@ class DiskStore:
 
     def close(self) -> None:
         """Write what is queued, for a while, and end the writer."""
+        if not self.is_ours:
+            return
         self.wait()
         with self._lock:
             self._closing = True
@@ -164,18 +213,23 @@ class DiskStore:
         self._shrink()
 
     def _read(self, digest: bytes) -> StoredPage | None:
+        """None when it is damaged, and then it goes; or gone, or unreadable."""
         path = page_file.page_path(self._folder, digest)
         try:
-            raw = path.read_bytes()
-            return page_file.decode_page(raw, digest=digest, layout=self._layout)
-        except PageFileError as error:
-            self.num_corrupt += 1
-            logger.warning("prefix cache: %s is not used: %s", path, error)
-            self._unlink(digest)
-        except OSError:  # gone, or unreadable: a miss
-            pass
-        with self._lock:
-            self._num_bytes -= self._files.pop(digest, 0)
+            with path.open("rb") as file:
+                try:
+                    raw = file.read()
+                    return page_file.decode_page(raw, digest=digest, layout=self._layout)
+                except PageFileError as error:
+                    with self._replacing:
+                        # what has been written anew meanwhile is another file: this one is open
+                        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                            logger.warning("prefix cache: %s is not used: %s", path, error)
+                            self.num_corrupt += 1
+                            self._damaged.add(digest)
+                            self._unlink(digest)
+        except OSError:
+            return None
         return None
 
     def _note_use(self, digest: bytes) -> None:
@@ -212,15 +266,17 @@ class DiskStore:
         raw = page_file.encode_page(page, layout=self._layout, page_bytes=self._page_bytes)
         if len(raw) > self.max_bytes:
             return
-        page_file.write_atomically(path, raw, scratch=self._scratch)
-        page_file.sync_folder(path.parent)
-        with self._lock:
-            kept = page.digest in self._queued
-            if kept:
-                self._num_bytes += len(raw) - self._files.pop(page.digest, 0)
-                self._files[page.digest] = len(raw)
-        if not kept:
-            self._unlink(page.digest)
+        with self._replacing:
+            page_file.write_atomically(path, raw, scratch=self._scratch)
+            page_file.sync_folder(path.parent)
+            with self._lock:
+                kept = page.digest in self._queued
+                if kept:
+                    self._num_bytes += len(raw) - self._files.pop(page.digest, 0)
+                    self._files[page.digest] = len(raw)
+                    self._damaged.discard(page.digest)
+            if not kept:
+                self._unlink(page.digest)
         self._shrink()
 
     def _shrink(self) -> None:

@@ -82,11 +82,17 @@ class HostStore:
         return digest in self._pages
 
     def get(self, digest: bytes, namespace: tuple[str, ...], tokens: bytes) -> bytes | None:
-        page = self._pages.get(digest)
+        page = self.load(digest)
         if page is None or page.namespace != namespace or page.tokens != tokens:
             return None
-        self._pages.move_to_end(digest)
         return page.data
+
+    def load(self, digest: bytes) -> StoredPage | None:
+        """A page by its digest; its namespace and tokens are for the caller to compare."""
+        page = self._pages.get(digest)
+        if page is not None:
+            self._pages.move_to_end(digest)
+        return page
 
     def put(self, pages: Sequence[StoredPage]) -> None:
         for page in reversed(pages):  # the root of a path is wanted longest

@@ -4,7 +4,9 @@
     keep        what a request left in the tree is copied to the disk too, a few pages a step and
                 on when nothing else is to be done, so that a process that is killed starts warm
     restore     pages that the tree lacks and a tier has are imported before they are computed:
-                claimed and published as a step would, so siblings share them as they share steps
+                claimed and published as a step would, so siblings share them as they share steps.
+                Those on disk are read by other threads; a request waits for its own, and no step
+                does. What is read from the disk enters the host pool
 
 Bits are those that were computed: a page is only found under the exact layout, namespace and
 tokens it was exported for.
@@ -21,16 +23,19 @@ from palmette.kernels.backend import KVPool
 
 from .disk import CLOSE_TIMEOUT_S, QUEUE_BYTES, DiskStore
 from .node import TOKEN_BYTES, Lease, Node
+from .read_ahead import ReadAhead
 from .store import HostStore, PageStore, StoredPage, page_digest, root_digest
 from .tree import RadixTree
 
 logger = logging.getLogger(__name__)
 
 STEP_BYTES = 16 * 1024 * 1024  # moved in each direction in one step; at least one page
+MAX_AHEAD = 64  # pages of one request that are read before it wants them
+READ_POLL_S = 0.002
 
 
 class PageTiers:
-    """One engine's. `host` and `disk` may be None, not both."""
+    """One engine's. `host` and `disk` may be None, not both; `reads` brings pages of `disk`."""
 
     def __init__(
         self,
@@ -49,6 +54,8 @@ class PageTiers:
         self._page_bytes = tree.page_size * TOKEN_BYTES
         self._to_keep: deque[Node] = deque()
         self._pages_left = 0
+        self.reads = None if disk is None else ReadAhead(disk, page_bytes=pool.page_bytes)
+        self._is_waiting = False  # a request of this step, for the disk
         self.num_restored = 0  # pages
         self.num_spilled = 0
         tree.on_evict = self._spill
@@ -61,10 +68,23 @@ class PageTiers:
         return bool(self._to_keep)
 
     def start_step(self) -> None:
-        """Copy a little of what was kept to the disk."""
+        """Take in what was read, and copy a little of what was kept to the disk."""
         self._pages_left = max(1, STEP_BYTES // self._pool.page_bytes)
-        if self.disk is not None and self._to_keep and self.disk.has_room(STEP_BYTES):
+        self._is_waiting = False
+        if self.disk is None or self.reads is None:
+            return
+        if not self.disk.is_ours:
+            self._to_keep.clear()
+            return
+        self.reads.collect()
+        if self._to_keep and self.disk.has_room(STEP_BYTES):
             self._keep(self._pages_left)
+
+    def wait_for_reads(self) -> bool:
+        """Wait a moment, if a request of this step waits for the disk; False: none does."""
+        if self._is_waiting and self.reads is not None:
+            self.reads.wait(READ_POLL_S)
+        return self._is_waiting
 
     def find(self, lease: Lease) -> int:
         """How many tokens from 0 the tree and the tiers have together, in whole pages."""
@@ -84,16 +104,23 @@ class PageTiers:
         """
         size = self._tree.page_size
         spans: list[tuple[int, int, str]] = []
-        digests = self._digests(lease._tail)
+        digests = self._digests(lease._tail)[: end // size]
+        promoted: list[StoredPage] = []
+        is_done = True
         while (start := self._tree.frontier(lease)) < end and start % size == 0:
+            place = start // size
             if self._pages_left <= 0:
-                return spans, False
-            data, tier = self._read(lease, start // size, digests[start // size])
-            if data is None:
+                is_done = False
+                break
+            page, tier = self._find(lease, place, digests[place])
+            if page is None:
+                is_done = tier != "disk"
+                self._is_waiting |= not is_done
+                self._distrust(digests, place)
                 break
             self._tree.claim(lease, size)
             try:
-                self._pool.import_([lease.page_ids[start // size]], data)
+                self._pool.import_([lease.page_ids[place]], page.data)
             except Exception:  # fault boundary: what cannot be imported is computed
                 logger.exception("prefix cache: a page could not be imported")
                 self._tree.unclaim(lease)
@@ -105,17 +132,26 @@ class PageTiers:
                 spans[-1] = (spans[-1][0], start + size, tier)
             else:
                 spans.append((start, start + size, tier))
-        return spans, True
+            if tier == "disk":
+                promoted.append(page)
+        if self.host is not None and promoted:
+            self.host.put(promoted)
+        if not is_done:
+            self._read_on(lease, digests)
+        return spans, is_done
 
     def clear(self) -> None:
         """Forget all pages of this layout, on disk too."""
         self._to_keep.clear()
+        if self.reads is not None:
+            self.reads.clear()
         for store in self._stores:
             store.clear()
 
     def close(self) -> None:
         """Bring everything that is ready to the disk, and end its writer."""
-        if self.disk is not None:
+        if self.disk is not None and self.reads is not None and self.disk.is_ours:
+            self.reads.close()
             self._to_keep.extend(self._tree.leaves())
             deadline = time.monotonic() + CLOSE_TIMEOUT_S
             while self._to_keep and time.monotonic() < deadline:
@@ -150,14 +186,44 @@ class PageTiers:
                 if tail.parent is not None:
                     self.disk.touch(self._digests(tail))
 
-    def _read(self, lease: Lease, place: int, digest: bytes) -> tuple[bytes | None, str]:
-        tokens = bytes(lease._data[: (place + 1) * self._page_bytes])
-        for store in self._stores:
-            if store.contains(digest):
-                data = store.get(digest, _root(lease._tail).namespace, tokens)
-                if data is not None and len(data) == self._pool.page_bytes:
-                    return data, store.name
+    def _find(self, lease: Lease, place: int, digest: bytes) -> tuple[StoredPage | None, str]:
+        """A page that is at hand, and its tier; a tier without a page: it comes from there."""
+        found = None if self.host is None else self.host.load(digest)
+        if found is not None:
+            return (found if self._is_exact(found, lease, place) else None), "host"
+        if self.disk is None or self.reads is None:
+            return None, ""
+        found = self.reads.take(digest)
+        if found is None:
+            return None, "disk" if self.reads.is_coming(digest) else ""
+        if self._is_exact(found, lease, place):
+            return found, "disk"
+        self.disk.suspect([digest])
         return None, ""
+
+    def _is_exact(self, page: StoredPage, lease: Lease, place: int) -> bool:
+        """Whether a page that was found by its digest is that of these tokens."""
+        tokens = lease._data[: (place + 1) * self._page_bytes]
+        return (
+            page.namespace == _root(lease._tail).namespace
+            and page.tokens == tokens
+            and len(page.data) == self._pool.page_bytes
+        )
+
+    def _read_on(self, lease: Lease, digests: list[bytes]) -> None:
+        """Begin to read what a lease wants next."""
+        place = self._tree.frontier(lease) // self._tree.page_size
+        ahead = min(MAX_AHEAD, max(1, STEP_BYTES // self._pool.page_bytes))
+        wanted = digests[place : place + ahead]
+        if self.reads is not None and wanted:
+            host = self.host
+            self.reads.want([d for d in wanted if host is None or not host.contains(d)])
+
+    def _distrust(self, digests: list[bytes], place: int) -> None:
+        """A page did not come; when it was damaged, those behind it may be: have them checked."""
+        if self.disk is not None and self.reads is not None:
+            if self.disk.was_damaged(digests[place]):
+                self.reads.check([d for d in digests[place + 1 :] if self.disk.contains(d)])
 
     def _spill(self, node: Node, keep: int) -> None:
         """A leaf is about to lose its pages from page `keep` on."""

@@ -101,6 +101,10 @@ class PrefixCache:
         if self.tiers is not None:
             self.tiers.start_step()
 
+    def wait_for_reads(self) -> bool:
+        """Wait a moment, if a request of this step waits for the disk; False: none does."""
+        return self.tiers is not None and self.tiers.wait_for_reads()
+
     @property
     def has_work(self) -> bool:
         """Whether steps without requests would still do something."""

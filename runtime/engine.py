@@ -303,6 +303,8 @@ class Engine:
         """Nothing could be done: after a few such steps the request in the way is failed."""
         if self._outputs or self.is_compiling:  # ends to tell of, or none but to wait for
             return
+        if self.cache.wait_for_reads():
+            return
         self._counters.stalls += 1
         self._num_stalls += 1
         if self._num_stalls >= MAX_STALLS:

@@ -7,7 +7,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from palmette.radix_cache import page_file
+from palmette.radix_cache.disk import DiskStore
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import fake_engine, run_all
@@ -113,6 +115,11 @@ def test_no_namespace_finds_the_pages_of_another(tmp_path: Path) -> None:
     again.close()
 
 
+def wait_for_checks(target: Engine) -> None:
+    assert target.cache.tiers is not None and target.cache.tiers.reads is not None
+    assert target.cache.tiers.reads.wait_idle(WAIT_S)
+
+
 def test_a_damaged_page_is_computed_again(tmp_path: Path) -> None:
     target = engine(disk_cache_dir=str(tmp_path))
     run(target, prompt())
@@ -126,11 +133,181 @@ def test_a_damaged_page_is_computed_again(tmp_path: Path) -> None:
     again = engine(disk_cache_dir=str(tmp_path))
     answer = run_all(again, [request("x", prompt(), new_tokens=8)])["x"]
     assert answer.usage.computed_tokens == 21 and answer.token_ids == expected.token_ids
-    assert again.stats().corrupt_pages == 1  # the rest is not even looked for
+    wait_for_checks(again)
+    assert 1 <= again.stats().corrupt_pages <= 5  # fewer, where it was written anew before
     again.close()
     third = engine(disk_cache_dir=str(tmp_path))
-    assert run(third, prompt()).disk_tokens >= 4
+    assert run(third, prompt()).disk_tokens == 20
     third.close()
+
+
+def test_all_damaged_pages_of_a_prefix_are_found_and_healed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("palmette.radix_cache.tiers.STEP_BYTES", 2 * 16 * PAGE)  # read on in twos
+    target = engine(num_pages=64, disk_cache_dir=str(tmp_path))
+    run(target, prompt(length=41))
+    target.close()
+    pages = {len(raw): path for path in tmp_path.rglob("*.kv") if (raw := path.read_bytes())}
+    for place in (2, 5, 6, 9):  # a page's tokens are all from the start: files grow with it
+        path = pages[sorted(pages)[place]]
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    again = engine(num_pages=64, disk_cache_dir=str(tmp_path))
+    usage = run(again, prompt(length=41))
+    assert (usage.disk_tokens, usage.computed_tokens) == (8, 33)
+    wait_for_checks(again)
+    assert 1 <= again.stats().corrupt_pages <= 4  # as above
+    again.close()
+    third = engine(num_pages=64, disk_cache_dir=str(tmp_path))
+    assert run(third, prompt(length=41)).disk_tokens == 40
+    assert third.stats().corrupt_pages == 0
+    third.close()
+
+
+class Gate:
+    """While it is closed, no read of a page file comes back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = threading.Event()
+        self.is_reached = threading.Event()
+        read = DiskStore._read
+
+        def gated(store: DiskStore, digest: bytes) -> object:
+            self.is_reached.set()
+            assert self.is_open.wait(WAIT_S)
+            return read(store, digest)
+
+        monkeypatch.setattr(DiskStore, "_read", gated)
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Iterator[Engine]:
+    """`prompt()` is on its disk, and nothing in its tree."""
+    target = engine(num_pages=64, disk_cache_dir=str(tmp_path))
+    run(target, prompt())
+    target.close()
+    again = engine(num_pages=64, disk_cache_dir=str(tmp_path))
+    yield again
+    again.close()
+
+
+def steps(target: Engine, count: int) -> list[Output]:
+    outputs = []
+    for _ in range(count):
+        outputs += target.step()
+        target.check()
+    return outputs
+
+
+def test_a_disk_that_does_not_answer_yet_stalls_nobody_else(
+    warm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    warm.submit([request("neighbour", [9, 9, 9], new_tokens=200)])
+    steps(warm, 1)
+    warm.submit([request("late", [*prompt(), 5]), request("sibling", [*prompt(), 6])])
+    during = steps(warm, 100)
+    assert gate.is_reached.is_set()
+    assert [output.request_id for output in during] == ["neighbour"] * 100
+    gate.is_open.set()
+    ends = {}
+    while warm.has_work:
+        ends |= {output.request_id: output for output in steps(warm, 1) if output.finish}
+    assert ends["late"].usage.disk_tokens == 20
+    assert ends["sibling"].usage.shared_tokens + ends["sibling"].usage.device_tokens == 20
+    assert all(output.error is None for output in ends.values()) and len(ends) == 3
+    assert warm.stats().stalls == 0
+
+
+def test_a_disk_that_never_answers_costs_a_while_and_no_request(
+    warm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("palmette.radix_cache.read_ahead.READ_TIMEOUT_S", 0.05)
+    gate = Gate(monkeypatch)
+    usage = run(warm, prompt())
+    assert (usage.disk_tokens, usage.computed_tokens) == (0, 21)
+    assert warm.stats().stalls == 0
+    gate.is_open.set()
+    wait_for_checks(warm)
+    warm.cache.tree.evict(64)
+    assert run(warm, prompt()).disk_tokens == 20
+
+
+def test_who_waits_for_the_disk_can_be_aborted_preempted_and_late(
+    warm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    names = ["aborted", "preempted", "late"]
+    deadlines = [None, None, 0.05]
+    for name, deadline_s in zip(names, deadlines, strict=True):
+        warm.submit([request(name, prompt(), deadline_s=deadline_s)])
+    outputs = steps(warm, 3)
+    warm.abort(["aborted"])
+    assert warm.preempt("preempted")
+    outputs += steps(warm, 3)
+    while "late" in warm.live_ids():
+        outputs += steps(warm, 1)
+    assert {output.request_id for output in outputs} == {"aborted", "late"}
+    assert warm.live_ids() == ["preempted"]
+    gate.is_open.set()
+    while warm.has_work:
+        outputs += steps(warm, 1)
+    assert outputs[-1].request_id == "preempted" and outputs[-1].usage.disk_tokens == 20
+    assert warm.stats().used_pages == 0
+
+
+def test_what_came_from_disk_comes_from_the_host_the_next_time(tmp_path: Path) -> None:
+    target = engine(disk_cache_dir=str(tmp_path))
+    run(target, prompt())
+    target.close()
+    again = engine(host_cache_bytes=10**6, disk_cache_dir=str(tmp_path))
+    assert run(again, prompt()).disk_tokens == 20
+    assert again.stats().host_pages == 5
+    for path in tmp_path.rglob("*.kv"):
+        path.unlink()
+    again.cache.tree.evict(16)
+    usage = run(again, prompt())
+    assert (usage.host_tokens, usage.disk_tokens) == (20, 0)
+    again.close()
+
+
+FORK = """
+import os, sys, time
+sys.path.insert(0, sys.argv[2])
+import test_tiers
+target = test_tiers.engine(num_pages=64, disk_cache_dir=sys.argv[1])
+disk = target.cache.tiers.disk
+disk._replacing.acquire()  # the writer does not come to an end
+test_tiers.run(target, test_tiers.prompt())
+target.step()
+assert not disk.wait(0)
+disk._lock.acquire()  # as if another thread held it at the moment of the fork
+child = os.fork()
+if child == 0:
+    usage = test_tiers.run(target, test_tiers.prompt(7))
+    assert (usage.computed_tokens, usage.disk_tokens) == (21, 0)
+    assert not target.has_work and target.stats().dropped_pages == 0
+    begin = time.monotonic()
+    target.flush_cache()
+    target.close()
+    os._exit(0 if time.monotonic() - begin < 20 else 1)
+_, status = os.waitpid(child, 0)
+disk._lock.release()
+disk._replacing.release()
+target.close()
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_waits_for_no_thread_and_deletes_nothing(tmp_path: Path) -> None:
+    here = str(Path(__file__).parent)
+    script = [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path), here]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    again = engine(num_pages=64, disk_cache_dir=str(tmp_path))
+    assert run(again, prompt()).disk_tokens == 20
+    assert run(again, prompt(7)).disk_tokens == 0
+    again.close()
 
 
 def test_flush_forgets_the_tiers_too(tmp_path: Path) -> None:
