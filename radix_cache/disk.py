@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import page_file
+from .other_files import OtherFiles, PageFile, scan
 from .page_file import PageFileError
 from .store import StoredPage, total_bytes
 
@@ -25,11 +26,14 @@ logger = logging.getLogger(__name__)
 QUEUE_BYTES = 256 * 1024 * 1024
 RETRY_S = 60.0  # after the disk refused a write
 CLOSE_TIMEOUT_S = 30.0
+LOOK_SHARE = 1 / 16
 
 
 class DiskStore:
-    """Implements `store.PageStore` over FOLDER for one layout, up to `max_bytes` of files.
+    """Implements `store.PageStore` over FOLDER for one layout.
 
+    `max_bytes` bounds the page files of all layouts in FOLDER, the longest unused go first. What
+    other processes write is seen at the start, and whenever a `LOOK_SHARE` of that was written.
     `page_bytes` of tokens are a page. Nothing is raised for what the disk does or holds. In a
     forked child, which has none of the threads, it holds nothing and takes nothing.
     """
@@ -42,6 +46,9 @@ class DiskStore:
         self.num_dropped = 0  # pages that were not written
         self._layout = layout
         self._page_bytes = page_bytes
+        self._top = folder
+        self._others = OtherFiles()  # the writer's, once it runs
+        self._num_unseen = 0  # bytes written since the last look
         self._folder = page_file.layout_folder(folder, layout)
         self._scratch = self._folder / "new"
         self._pid = os.getpid()
@@ -192,7 +199,8 @@ class DiskStore:
 
     def _open(self) -> None:
         try:
-            page_file.remove_leftovers(self._scratch)
+            for each in page_file.layout_folders(self._top):
+                page_file.remove_leftovers(each / "new")
             (self._folder / "pages").mkdir(parents=True, exist_ok=True)
             about = self._folder / "layout.txt"
             if not about.exists():
@@ -200,17 +208,32 @@ class DiskStore:
                 page_file.write_atomically(about, raw, scratch=self._scratch)
         except OSError as error:
             self._refused(error)
-        found: list[tuple[os.stat_result, bytes]] = []
+        files = self._scan() or []
+        for file in files:
+            if file.is_of_layout:
+                self._files[file.digest] = file.num_bytes
+                self._num_bytes += file.num_bytes
+        self._others.note(files, self._files)
+        self._shrink()
+
+    def _scan(self) -> list[PageFile] | None:
         try:
-            for digest, path in page_file.page_paths(self._folder):
-                with contextlib.suppress(FileNotFoundError):  # another process has just deleted it
-                    found.append((path.stat(), digest))
+            return scan(self._top, self._folder)
         except OSError as error:
             self._refused(error)
-        for stat, digest in sorted(found, key=lambda item: item[0].st_mtime_ns):
-            self._files[digest] = stat.st_size
-            self._num_bytes += stat.st_size
-        self._shrink()
+            return None
+
+    def _look(self) -> None:
+        """See what other processes have written and deleted."""
+        self._num_unseen = 0
+        with self._lock:
+            known = set(self._files)
+        files = self._scan()
+        if files is None:
+            return
+        there = {file.digest for file in files if file.is_of_layout}
+        self.suspect([digest for digest in known if digest not in there])
+        self._others.note(files, known)
 
     def _read(self, digest: bytes) -> StoredPage | None:
         """None when it is damaged, and then it goes; or gone, or unreadable."""
@@ -277,16 +300,26 @@ class DiskStore:
                     self._damaged.discard(page.digest)
             if not kept:
                 self._unlink(page.digest)
+        self._num_unseen += len(raw)
+        if self._num_unseen > LOOK_SHARE * self.max_bytes:
+            self._look()
         self._shrink()
 
     def _shrink(self) -> None:
-        while True:
+        while self._num_bytes + self._others.num_bytes > self.max_bytes:
             with self._lock:
-                if self._num_bytes <= self.max_bytes or not self._files:
-                    return
-                digest, size = self._files.popitem(last=False)
-                self._num_bytes -= size
-            self._unlink(digest)
+                oldest = next(iter(self._files), None)
+            path = None if oldest is None else page_file.page_path(self._folder, oldest)
+            try:
+                if self._others.remove_oldest(path):
+                    continue
+            except OSError as error:
+                self._refused(error)
+                continue
+            if oldest is None:
+                return
+            self.suspect([oldest])
+            self._unlink(oldest)
 
     def _unlink(self, digest: bytes) -> None:
         try:

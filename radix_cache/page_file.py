@@ -38,6 +38,11 @@ def layout_folder(folder: Path, layout: str) -> Path:
     return folder / VERSION / name
 
 
+def layout_folders(folder: Path) -> list[Path]:
+    """Of all layouts, those of other versions too."""
+    return sorted(path for path in folder.glob("v[0-9]*/*") if path.is_dir())
+
+
 def page_path(layout_folder: Path, digest: bytes) -> Path:
     name = digest.hex()
     return layout_folder / "pages" / name[:2] / (name + SUFFIX)

@@ -55,6 +55,9 @@ class SchedulerConfig:
                 raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be >= 1")
 
 
+MAX_THREADS = 1024  # as kernels/csrc/api.cpp has it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that decides what `Engine.load` builds.
@@ -99,6 +102,11 @@ class EngineConfig:
                 raise ValueError(
                     f"{name}: {getattr(self, name)} is out of range; must be in (0, 1]"
                 )
+        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
+            raise ValueError(
+                f"threads: {self.threads} is out of range; must be 1..{MAX_THREADS}; "
+                "without it, all cores that this process may use are taken"
+            )
         for name in ("host_cache_bytes", "disk_cache_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be >= 0")

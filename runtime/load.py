@@ -121,7 +121,8 @@ def _layout(config: EngineConfig, path: Path, choice: RunnerChoice, runner: Mode
     """What decides the bits of a page, for those that outlive the process."""
     assert config.disk_cache_dir is not None
     model = fingerprint(path, memo_folder=Path(config.disk_cache_dir).expanduser())
-    details = f"weights {choice.weights}, attention {config.attention}, {config.deterministic}"
+    bits = "deterministic" if config.deterministic else "not deterministic"
+    details = f"weights {choice.weights}, attention {config.attention}, {bits}"
     kernels = f"{choice.name} {kernels_text(choice.name, choice.device)}, {details}"
     return layout_text(model, kernels, runner.pool.layout)
 

@@ -186,12 +186,19 @@ class Library:
         raise RuntimeError(f"{name}: made in another process; load the model after forking")
 
 
+MAX_THREADS = 1024  # as csrc/api.cpp has it
+
+
 class Pool:
     """A team of threads, the caller among them. Workers sleep between calls."""
 
     def __init__(self, num_threads: int | None = None, *, instruction_set: str = "auto") -> None:
         self.library = Library(instruction_set)
-        self.num_threads = num_threads if num_threads is not None else usable_cores()
+        self.num_threads = min(usable_cores(), MAX_THREADS) if num_threads is None else num_threads
+        if not 1 <= self.num_threads <= MAX_THREADS:
+            raise ValueError(
+                f"threads: {self.num_threads} is out of range; must be 1..{MAX_THREADS}"
+            )
         self.handle = _POINTER()
         self.library.call("pm_pool_create", self.num_threads, ctypes.byref(self.handle))
 

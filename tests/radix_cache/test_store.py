@@ -94,6 +94,55 @@ def test_disk_is_bounded_and_keeps_the_roots_of_paths(tmp_path: Path) -> None:
     disk.close()
 
 
+def on_disk(folder: Path) -> dict[str, int]:
+    return {path.stem: path.stat().st_size for path in folder.rglob("*.kv")}
+
+
+def test_one_bound_is_for_all_layouts_and_the_longest_unused_go_first(tmp_path: Path) -> None:
+    pages = path_of(8)
+    old = open_store(tmp_path)
+    old.put(pages)
+    old.close()
+    for age, each in enumerate(pages):  # the root was used last
+        path = page_file.page_path(old._folder, each.digest)
+        os.utime(path, ns=(0, 10**18 - 10**9 * age))
+    top = old._folder.parent
+    old._folder.rename(top.parent / "v0")  # as an older build would have left it
+    (top / "x").mkdir(parents=True)
+    (top.parent / "v0").rename(top / "x" / "moved")
+    (top / "x").rename(top.parent / "v0")
+    sizes = on_disk(tmp_path)
+    bound = sum(sizes[each.digest.hex()] for each in pages[:5])
+    new = open_store(tmp_path, layout="other", max_bytes=bound)
+    assert set(on_disk(tmp_path)) == {each.digest.hex() for each in pages[:5]}
+    assert new.num_bytes == 0
+    texts = [bytes([50 + i]) * PAGE for i in range(9)]
+    mine = [StoredPage(chain_digest("other", (), t, PAGE), (), t, t * 12) for t in texts]
+    for each in mine:
+        new.put([each])
+        assert new.wait() and new.contains(each.digest)
+        assert sum(on_disk(tmp_path).values()) <= bound
+    assert not set(on_disk(tmp_path)) & {each.digest.hex() for each in pages[1:]}
+    new.close()
+
+
+def test_two_stores_over_one_folder_keep_its_bound_together(tmp_path: Path) -> None:
+    bound = 40_000
+    stores = [open_store(tmp_path, max_bytes=bound, layout=text) for text in (LAYOUT, "other")]
+    for i in range(300):
+        text = i.to_bytes(8, "little")
+        for store, layout in zip(stores, (LAYOUT, "other"), strict=True):
+            store.put([StoredPage(chain_digest(layout, (), text, PAGE), (), text, text * 20)])
+            assert store.wait()
+        assert sum(on_disk(tmp_path).values()) <= bound * (1 + 3 / 16)
+    assert all(store.num_pages > 20 for store in stores)
+    kept = on_disk(tmp_path)
+    for store in stores:
+        store._look()
+        assert {digest.hex() for digest in store._files} <= set(kept)
+        store.close()
+
+
 def test_a_new_store_finds_what_was_written_for_its_layout_only(tmp_path: Path) -> None:
     pages = path_of(4)
     first = open_store(tmp_path)

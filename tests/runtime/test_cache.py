@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from palmette.kernels.cpu.ops import Pool
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import fake_engine, run_all
@@ -142,3 +143,12 @@ def test_times_out_of_range_are_refused(field: str, value: float) -> None:
 def test_options_out_of_range_are_refused(field: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(field))):
         EngineConfig(**field)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [0, -1, 1_000_000])
+def test_a_number_of_threads_out_of_range_is_told_with_limit_and_way_out(count: int) -> None:
+    told = rf"threads: {count} is out of range; must be 1\.\.1024"
+    with pytest.raises(ValueError, match=rf"{told}; without it, all cores"):
+        EngineConfig(threads=count)
+    with pytest.raises(ValueError, match=told):
+        Pool(count)
