@@ -56,8 +56,9 @@ class Forest:
         self._claims = Claims(page_size, self.counts)
         self._roots: dict[Namespace, Node] = {}  # those with children or leases
         self._leases: dict[Lease, None] = {}
+        self.policy = policy_named(policy, num_pages=num_pages)
         self._tenants = Tenants(
-            policy_named(policy, num_pages=num_pages),
+            self.policy,
             num_pages=num_pages,
             share=tenant_share,
             timer=timer,

@@ -8,7 +8,8 @@ holds the order: O(log n) per push and pop, and never a walk over the tree.
     lfu        the fewest leases began with it, then the longest unused
     slru       segmented: what a second lease used outlives what only one did
     priority   the lowest priority of requests, then the longest unused
-    program    what nobody has announced to use again, then the longest unused
+    program    what nobody waits for or has announced to use again, then what is only announced,
+               the longest unused first; last what the queue waits for, the next to be used last
 
 Sources: LFU, SLRU and priority as in SGLang's evict_policy.py; here protection in `slru` ages, so
 that a segment of what was popular once cannot fill the pool for ever.
@@ -18,15 +19,26 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .node import Node
 
-Key = tuple[float, float]
+Key = tuple[float, ...]
+
+
+class Wanted(NamedTuple):
+    """What the waiting want of the path to a node."""
+
+    num_tokens: int  # from the root; no waiting prompt has more of the path
+    place: Key  # of the first of those who want so many: smaller is sooner
+
+
+Foresight = Callable[[Node], Wanted | None]
 
 
 class EvictionPolicy(Protocol):
-    """Smaller goes first. Depends on what `Use` left on the node and on nothing that ages."""
+    """Smaller goes first. Depends on what `Use` left on the node and, but for `Program`, on
+    nothing that ages."""
 
     def __call__(self, node: Node, /) -> Key: ...
 
@@ -53,8 +65,28 @@ def priority(node: Node) -> Key:
     return (node.priority, node.last_use)
 
 
-def program(node: Node) -> Key:
-    return (node.future_uses > 0, node.last_use)
+class Program:
+    """By what is known of the future: from the queue, if `foresight` is set, and from hints.
+
+    Keys change as the queue does. Those that grow are seen when their leaf would be next; those
+    that shrink when it is used, and a request that leaves the queue unserved shrinks some unseen.
+    """
+
+    def __init__(self) -> None:
+        self.foresight: Foresight | None = None
+
+    def __call__(self, node: Node) -> Key:
+        wanted = None if self.foresight is None else self.foresight(node)
+        if wanted is not None and wanted.num_tokens >= node.end:
+            return (2, *(-part for part in wanted.place), node.last_use)
+        return (node.future_uses > 0, node.last_use)
+
+    def num_unwanted(self, node: Node) -> int:
+        """How many pages at the end of a leaf that is next nobody waits for; all, if none is."""
+        wanted = None if self.foresight is None else self.foresight(node)
+        if wanted is None or not node.start < wanted.num_tokens < node.end:
+            return len(node.pages)
+        return (node.end - wanted.num_tokens) * len(node.pages) // node.size
 
 
 _POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
@@ -62,7 +94,7 @@ _POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "lfu": lambda num_pages: lfu,
     "slru": segmented_lru,  # a pool's worth of one-page leases
     "priority": lambda num_pages: priority,
-    "program": lambda num_pages: program,
+    "program": lambda num_pages: Program(),
 }
 POLICY_NAMES = tuple(_POLICIES)
 
@@ -88,11 +120,13 @@ class LeafHeap:
     """Unlocked leaves by a policy's key.
 
     An entry is good while its node still is an unlocked leaf with that key; others are dropped
-    when they come up, and all of them once they are the larger part.
+    when they come up, and all of them once they are the larger part. With keys that grow by
+    themselves, an entry is good while its node is an unlocked leaf, and comes up with its new key.
     """
 
     def __init__(self, policy: EvictionPolicy = lru) -> None:
         self._policy = policy
+        self._is_growing = isinstance(policy, Program)
         self._heap: list[tuple[Key, int, Node]] = []
         self._num_pushed = 0  # breaks ties, so that nodes are never compared
         self._max_entries = 64
@@ -111,9 +145,13 @@ class LeafHeap:
         """The next leaf to evict; stays in the heap until it is no leaf any more."""
         heap = self._heap
         while heap:
-            if self._is_good(heap[0]):
-                return heap[0][2]
-            heapq.heappop(heap)
+            key, number, node = heap[0]
+            if not self._is_good(heap[0]):
+                heapq.heappop(heap)
+            elif self._is_growing and (grown := self._policy(node)) > key:
+                heapq.heapreplace(heap, (grown, number, node))
+            else:
+                return node
         return None
 
     def holds(self, node: Node) -> bool:
@@ -122,4 +160,4 @@ class LeafHeap:
 
     def _is_good(self, entry: tuple[Key, int, Node]) -> bool:
         node = entry[2]
-        return is_evictable_leaf(node) and self._policy(node) == entry[0]
+        return is_evictable_leaf(node) and (self._is_growing or self._policy(node) == entry[0])

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from math import inf
 
 from .node import Node
-from .policy import EvictionPolicy, Key, LeafHeap
+from .policy import EvictionPolicy, Key, LeafHeap, Program
 
 Namespace = tuple[str, ...]
 
@@ -107,9 +107,13 @@ class Tenants:
                 excess = tenant.num_pages + more - self.max_pages
                 node = tenant.leaves.first() if excess > 0 else None
                 if node is not None:
-                    return node, min(len(node.pages), excess)
+                    return node, min(self._most(node), excess)
         node = self._leaves.first()
-        return None if node is None else (node, len(node.pages))
+        return None if node is None else (node, self._most(node))
+
+    def _most(self, node: Node) -> int:
+        policy = self._policy
+        return policy.num_unwanted(node) if isinstance(policy, Program) else len(node.pages)
 
     def holds(self, node: Node) -> bool:
         """Whether `node` waits in every order it belongs to. O(n), for checks."""

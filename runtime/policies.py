@@ -20,10 +20,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from math import inf
 
+from palmette.radix_cache.policy import Program
 from palmette.radix_cache.tree import RadixTree
 
 from .config import SchedulerConfig
 from .fair_share import FairShare
+from .lookahead import WaitingPrompts
 from .prompt_trie import PromptTrie, TrieNode
 from .queues import Key, Policy, Sorted, WaitingQueue, by_arrival
 from .sequence import SequenceState
@@ -49,12 +51,22 @@ def make_queue(
         "fair": lambda: FairShare(weights, expected_tokens),
     }
     has_classes = config.policy not in ("fcfs", "fair")
+    prompts = None
+    if isinstance(tree.policy, Program):
+        began = starts.began if config.policy == "program" else _arrival
+        prompts = WaitingPrompts(tree.page_size, lambda s: (s.rank[0], began(s)))
+        tree.policy.foresight = prompts.wanted_of
     return WaitingQueue(
         makers[config.policy],
         has_classes=has_classes,
         ageing_s=config.ageing_s if has_classes else inf,
         orders_started=config.policy == "fair",
+        prompts=prompts,
     )
+
+
+def _arrival(sequence: SequenceState) -> int:
+    return sequence.arrival
 
 
 class LongestMatch:
@@ -198,13 +210,19 @@ class ProgramStarts:
 
     def key(self, sequence: SequenceState) -> Key:
         request, arrival = sequence.request, sequence.arrival
-        program, group = request.program, request.hint.group
-        began = self._start((request.namespace, program), arrival) if program else arrival
+        program, group, began = request.program, request.hint.group, self.began(sequence)
         place = (request.namespace, program, group)
         joined = self._start(place, arrival) if group is not None else arrival
         if not program:
             began = joined
         return (began, joined, -request.hint.future_uses, arrival)
+
+    def began(self, sequence: SequenceState) -> int:
+        """The arrival of the first call of its program, its own outside of programs."""
+        program, arrival = sequence.request.program, sequence.arrival
+        if not program:
+            return arrival
+        return self._start((sequence.request.namespace, program), arrival)
 
     def _start(self, key: Key, arrival: int) -> int:
         start = self._starts.setdefault(key, arrival)

@@ -16,6 +16,7 @@ from itertools import islice
 from math import inf
 from typing import Any, Protocol
 
+from .lookahead import WaitingPrompts
 from .sequence import SequenceState
 
 MOST_CLASSES = 16  # priorities whose policies hear of an admission in another one
@@ -108,6 +109,7 @@ class WaitingQueue:
     ageing_s: who has waited for so long is next in every other admission, in order of arrival,
     and ranks above all others from then on; so nobody starves. inf: never.
     orders_started: what was preempted is the policy's to order too, and keeps its rank.
+    prompts: where those who wait are entered, for who asks what they are going to use.
     """
 
     def __init__(
@@ -117,7 +119,9 @@ class WaitingQueue:
         has_classes: bool,
         ageing_s: float,
         orders_started: bool = False,
+        prompts: WaitingPrompts | None = None,
     ) -> None:
+        self._prompts = prompts
         self._make_policy = make_policy
         self._has_classes = has_classes
         self._ageing_s = ageing_s
@@ -140,6 +144,8 @@ class WaitingQueue:
         if not self._has_classes and not sequence.has_started:
             sequence.rank = (0.0, 0.0, sequence.arrival)
         self._all[sequence.arrival] = sequence
+        if self._prompts is not None:
+            self._prompts.add(sequence)
         if sequence.has_started:
             self._all.move_to_end(sequence.arrival, last=False)
         if sequence.has_started and not self._orders_started:
@@ -149,6 +155,8 @@ class WaitingQueue:
 
     def remove(self, sequence: SequenceState) -> None:
         del self._all[sequence.arrival]
+        if self._prompts is not None:
+            self._prompts.remove(sequence)
         if sequence.has_started and not self._orders_started:
             self._started.remove(sequence)
             return

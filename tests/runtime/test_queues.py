@@ -9,10 +9,12 @@ from time import process_time
 
 import pytest
 
+from palmette.radix_cache.policy import Wanted
 from palmette.radix_cache.tree import RadixTree
 from palmette.runtime.config import POLICIES, SchedulerConfig
 from palmette.runtime.delivery import Delivery
 from palmette.runtime.fake_runner import ByteTokenizer, fake_engine
+from palmette.runtime.lookahead import WaitingPrompts
 from palmette.runtime.policies import make_queue
 from palmette.runtime.prompt_trie import PromptTrie, TrieNode
 from palmette.runtime.queues import WaitingQueue
@@ -379,3 +381,71 @@ def test_an_engine_takes_each_policy_and_refuses_others() -> None:
         SchedulerConfig(policy="best")
     with pytest.raises(ValueError, match=r"tenant_weights: a=0.0 is out of range"):
         SchedulerConfig(tenant_weights=(("a", 0.0),))
+
+
+def test_program_eviction_spares_what_the_queue_waits_for() -> None:
+    tree = RadixTree(num_pages=6, page_size=4, policy="program")
+    config = SchedulerConfig(policy="fcfs")
+    queue = make_queue(config, tree=tree, expected_tokens=lambda s: 1)
+    prompts = [[first, 1, 2, 3, 4] for first in (50, 60, 70)]
+    for prompt in prompts:
+        lease = tree.acquire(prompt)
+        tree.claim(lease, 5)
+        tree.publish(lease, 5)
+        tree.release(lease)
+    late, soon = sequence(2, prompts[0]), sequence(1, prompts[1])
+    queue.push(late)
+    queue.push(soon)
+    assert tree.evict(1) == 1  # nobody waits for the newest
+    assert [tree.match(prompt) for prompt in prompts] == [4, 4, 0]
+    assert tree.evict(1) == 1  # waited for by who comes last
+    assert [tree.match(prompt) for prompt in prompts] == [0, 4, 0]
+    assert tree.evict(1) == 1
+    tree.check()
+
+
+def test_program_eviction_takes_the_end_that_nobody_waits_for() -> None:
+    tree = RadixTree(num_pages=16, page_size=4, policy="program")
+    queue = make_queue(SchedulerConfig(), tree=tree, expected_tokens=lambda s: 1)
+    long, other = list(range(20)), [99] * 5
+    for prompt in (other, long):
+        lease = tree.acquire(prompt)
+        tree.claim(lease, len(prompt))
+        tree.publish(lease, len(prompt))
+        tree.release(lease)
+    waiting = sequence(1, [*range(9), 77, 78])
+    queue.push(waiting)
+    assert tree.evict(4) == 4  # the other, which is older, and three pages of the long one
+    assert (tree.match(other), tree.match([*long, 0])) == (0, 8)
+    queue.remove(waiting)
+    assert tree.evict(9) == 2
+    tree.check()
+
+
+def test_what_the_waiting_want_is_known_while_requests_come_and_go() -> None:
+    rng = random.Random(5)
+    waiting = WaitingPrompts(PAGE, lambda s: (float(s.arrival % 97), s.arrival))
+    live: dict[int, SequenceState] = {}
+    tree = RadixTree(num_pages=1 << 14, page_size=PAGE)
+    for arrival in range(2000):
+        ids = [rng.randrange(2) for _ in range(rng.randrange(4, 24))]
+        live[arrival] = sequence(arrival, ids)
+        waiting.add(live[arrival])
+        while len(live) > 40:
+            waiting.remove(live.pop(rng.choice(list(live))))
+        probe = [rng.randrange(2) for _ in range(24)]
+        leaf = tree.acquire([*probe, 2])._tail
+        counts = {s.arrival: pages_in_common(list(s.all_ids()), probe) for s in live.values()}
+        most = max(counts.values())
+        places = [(a % 97, a) for a, count in counts.items() if count == most]
+        wanted = Wanted(most * PAGE, min(places)) if most else None
+        assert waiting.wanted_of(leaf) == wanted
+    for remaining in live.values():
+        waiting.remove(remaining)
+    assert not waiting._root.children
+
+
+def pages_in_common(prompt: list[int], other: list[int]) -> int:
+    """Whole pages that both begin with; of the prompt, but for its last token."""
+    most = min(len(prompt) - 1, len(other)) // PAGE
+    return next((n for n in range(most, 0, -1) if prompt[: n * PAGE] == other[: n * PAGE]), 0)

@@ -1,0 +1,128 @@
+"""Which pages the waiting requests are going to use, and how soon, for eviction by `program`.
+
+A compressed trie of the waiting prompts' whole pages; each node knows the places in the queue of
+all prompts that pass it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable
+
+from palmette.radix_cache.node import TOKEN_BYTES, Node
+from palmette.radix_cache.policy import Key, Wanted
+
+from .sequence import SequenceState
+
+
+class _Run:
+    """Pages that all prompts below it share."""
+
+    __slots__ = ("children", "count", "edge", "end", "key", "parent", "places")
+
+    def __init__(self, parent: _Run | None, key: Hashable, edge: bytes) -> None:
+        self.parent = parent
+        self.key = key  # among the parent's children
+        self.edge = edge
+        self.end: int = len(edge) + (parent.end if parent is not None else 0)  # bytes of a prompt
+        self.children: dict[Hashable, _Run] = {}
+        self.count = 0  # prompts here and below
+        self.places: list[tuple[Key, int]] = []  # heap of (place, arrival); some have gone
+
+
+class WaitingPrompts:
+    """Prompts by namespace. Costs O(tokens of a prompt) to change, and O(log prompts) per node.
+
+    `place_of` gives the place of a sequence in the queue: smaller is sooner.
+    """
+
+    def __init__(self, page_size: int, place_of: Callable[[SequenceState], Key]) -> None:
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._place_of = place_of
+        self._root = _Run(None, None, b"")
+        self._ends: dict[int, _Run] = {}  # by arrival
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(self, sequence: SequenceState) -> None:
+        data, size = sequence.encoded_ids(), self._page_bytes
+        whole = (len(data) - TOKEN_BYTES) // size * size  # a last token is never matched
+        node = self._child(self._root, sequence.request.namespace, b"")
+        while node.end < whole:
+            key = data[node.end : node.end + size]
+            child = node.children.get(key)
+            if child is None:
+                node = self._child(node, key, data[node.end : whole])
+                break
+            same = self._common(child.edge, data[node.end : whole])
+            node = child if same == len(child.edge) else self._split(child, same)
+        self._ends[sequence.arrival] = node
+        entry = (self._place_of(sequence), sequence.arrival)
+        while node.parent is not None:
+            node.count += 1
+            heapq.heappush(node.places, entry)
+            node = node.parent
+
+    def remove(self, sequence: SequenceState) -> None:
+        node = self._ends.pop(sequence.arrival)
+        while node.parent is not None:
+            node.count -= 1
+            if node.count == 0:
+                del node.parent.children[node.key]
+            elif len(node.places) > 2 * node.count + 16:
+                node.places = [entry for entry in node.places if entry[1] in self._ends]
+                heapq.heapify(node.places)
+            node = node.parent
+
+    def wanted_of(self, leaf: Node) -> Wanted | None:
+        """What is wanted of the path to a node of the tree. O(tokens of the path)."""
+        path = list(leaf.path())
+        data = b"".join([bytes(above.edge) for above in reversed(path)])
+        node, num_bytes = self._root.children.get(path[-1].namespace), 0
+        while node is not None:
+            num_bytes = node.end
+            child = node.children.get(data[node.end : node.end + self._page_bytes])
+            if child is None:
+                break
+            if not data.startswith(child.edge, node.end):
+                num_bytes += self._common(child.edge, data[node.end :])
+                node = child
+                break
+            node = child
+        if node is None or num_bytes == 0:
+            return None
+        while node.places[0][1] not in self._ends:
+            heapq.heappop(node.places)
+        return Wanted(num_bytes // TOKEN_BYTES, node.places[0][0])
+
+    def _child(self, parent: _Run, key: Hashable, edge: bytes) -> _Run:
+        child = parent.children.get(key)
+        if child is None:
+            child = parent.children[key] = _Run(parent, key, edge)
+        return child
+
+    def _split(self, node: _Run, num_bytes: int) -> _Run:
+        """Cut an edge: a new parent takes its first bytes. O(prompts below)."""
+        parent = node.parent
+        assert parent is not None
+        upper = parent.children[node.key] = _Run(parent, node.key, node.edge[:num_bytes])
+        upper.count, upper.places = node.count, list(node.places)
+        node.parent, node.edge = upper, node.edge[num_bytes:]
+        node.key = node.edge[: self._page_bytes]
+        upper.children[node.key] = node
+        return upper
+
+    def _common(self, edge: bytes, data: bytes) -> int:
+        """Bytes of the whole pages, at least one, that both start with."""
+        size = self._page_bytes
+        low, high = 1, min(len(edge), len(data)) // size
+        if edge[: high * size] == data[: high * size]:
+            return high * size
+        while high - low > 1:
+            middle = (low + high) // 2
+            if edge[low * size : middle * size] == data[low * size : middle * size]:
+                low = middle
+            else:
+                high = middle
+        return low * size
