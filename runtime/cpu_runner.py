@@ -135,12 +135,10 @@ class CpuRunner:
 
     def _matrix(self, weights: WeightSource, plan: MatrixPlan) -> Matrix:
         matrix = Matrix(self._threads, plan.shape, plan.kind)
-        row = 0
-        for name in plan.names:
+        for name, start in zip(plan.names, plan.starts, strict=True):
             tensor = weights.get(name)
             tensor.check_finite()
-            matrix.fill_encoded(row, tensor.encoding, np.ascontiguousarray(tensor.data))
-            row += tensor.shape[0]
+            matrix.fill_encoded(start, tensor.encoding, np.ascontiguousarray(tensor.data))
         return matrix
 
     def _load_vectors(self, weights: WeightSource, model: Model) -> None:

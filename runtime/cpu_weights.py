@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from palmette.kernels.cpu.ops import GROUP, MatrixKind, MatrixRole
@@ -66,11 +66,12 @@ _WEIGHT_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixPlan:
-    """One matrix of the model: the rows of the named tensors, one below the other."""
+    """One matrix of the model: the rows of the named tensors, each from its start on."""
 
     role: MatrixRole
     layer: int
     names: tuple[str, ...]
+    starts: tuple[int, ...]
     encodings: Set[str]
     shape: tuple[int, int]
     kind: MatrixKind
@@ -93,12 +94,14 @@ def plan_matrices(weights: str, checkpoint: Checkpoint) -> Iterator[MatrixPlan]:
         tensors = [checkpoint.weights.get(name) for name in names]
         encodings = frozenset(tensor.encoding for tensor in tensors)
         num_inputs = tensors[0].shape[1]
+        *starts, num_rows = _stacked(role, [tensor.shape[0] for tensor in tensors])
         yield MatrixPlan(
             role=role,
             layer=layer,
             names=names,
+            starts=tuple(starts),
             encodings=encodings,
-            shape=(sum(tensor.shape[0] for tensor in tensors), num_inputs),
+            shape=(num_rows, num_inputs),
             kind=matrix_kind(weights, encodings, num_inputs),
         )
 
@@ -183,6 +186,16 @@ def _tensor_names(config: ModelConfig) -> Iterator[tuple[MatrixRole, int, tuple[
     yield MatrixRole.EMBEDDING, 0, (EMBEDDING,)
     if not config.tie_embeddings:
         yield MatrixRole.LM_HEAD, 0, (LM_HEAD,)
+
+
+def _stacked(role: MatrixRole, num_rows: Sequence[int]) -> list[int]:
+    """Where each of so many rows begins, one below the other, and where the last ends."""
+    starts = [0]
+    for count in num_rows:
+        if role is MatrixRole.GATE_UP:  # up begins with a panel of the kernels
+            starts[-1] = -(-starts[-1] // GROUP) * GROUP
+        starts.append(starts[-1] + count)
+    return starts
 
 
 def _has_four_bit(weights: WeightSource) -> bool:

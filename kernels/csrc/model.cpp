@@ -27,9 +27,21 @@ struct PmModel {
 namespace pm {
 namespace {
 
-constexpr int64_t FEW_ROWS = 2;  // every member packs so few for itself: cheaper than sharing
-constexpr int64_t COLUMN_PIECE = 256;  // columns of SiLU per task; a multiple of a weight group
 constexpr int64_t PHASES_PER_LAYER = 10;
+constexpr int64_t BLOCK_ROWS = FLOAT_ROWS > FEW_INT_ROWS ? FLOAT_ROWS : FEW_INT_ROWS;  // at most
+// Columns of gate and of up that are computed, multiplied and packed before the next ones: fewer
+// where many rows make them large.
+constexpr int64_t FEW_COLUMNS = 2 * GROUP, MOST_COLUMNS = 4 * GROUP, MANY_ROWS = 64;
+static_assert(GROUP % PW == 0, "columns are whole panels");
+
+int64_t columns_at_once(int64_t num_rows) {
+  return num_rows > MANY_ROWS ? FEW_COLUMNS : MOST_COLUMNS;
+}
+
+// Where the rows of up begin in the matrix that has gate above them.
+int64_t up_row(int64_t intermediate_size) {
+  return (intermediate_size + GROUP - 1) / GROUP * GROUP;
+}
 
 // The rows that the last layer computes to its end: those that are sampled. Of the others it needs
 // K and V only.
@@ -70,12 +82,12 @@ struct Step {
 
   float* hidden;    // [T, E]
   float* qkv;       // [T, (H + 2G) * D]
-  float* gate_up;   // [T, 2I]
   float* attended;  // [T, H * D]
-  unsigned char* packed;
+  unsigned char* packed;       // rows of the other linears
+  unsigned char* packed_down;  // of down
   float* private_scratch;  // per member
   int64_t private_floats;
-  unsigned char* private_packed;  // per member, FEW_ROWS rows
+  unsigned char* private_packed;  // per member, one block of rows
   int64_t private_packed_bytes;
   LastRows last;
 };
@@ -108,8 +120,7 @@ class Member {
       pack_attended(l.o->kind);
       linear(l.o, true, s_.hidden, shape_.hidden_size);
       normalise(l.post_norm, l.gate_up->kind);
-      linear(l.gate_up, false, s_.gate_up, 2 * shape_.intermediate_size);
-      activate(l.down->kind);
+      gate_up(l);
       linear(l.down, true, s_.hidden, shape_.hidden_size);
     }
     sample_rows();
@@ -126,18 +137,16 @@ class Member {
     m_.pool->team.share(s_.phases[phase_++], index_, count, run, piece);
   }
 
-  // Like share, for pieces that fill the packed rows of the next linear. A member that is late
-  // packs rows for itself that others are changing already; it then finds no piece left to use
-  // them for.
+  // Calls piece(block) for the blocks of rows that the next linear reads. A single block is packed
+  // by every member for itself: nobody would have done anything else meanwhile. A member that is
+  // late packs rows that others are changing already; it then finds no piece left to use them for.
   template <typename Piece>
-  void prepare(int64_t num_rows, int64_t count, Piece piece) {
-    if (num_rows > FEW_ROWS) {
-      packed_ = s_.packed;
-      share(count, 1, [&](int64_t at, int64_t) { piece(at); });
-      return;
-    }
-    packed_ = private_packed_;
-    for (int64_t at = 0; at < count; ++at) piece(at);
+  void prepare(const RowBlocks& blocks, Piece piece) {
+    packed_ = blocks.num > 1 ? s_.packed : private_packed_;
+    if (blocks.num > 1)
+      share(blocks.num, 1, [&](int64_t b, int64_t) { piece(b); });
+    else if (blocks.num == 1)
+      piece(0);
   }
 
   void embed() {
@@ -150,7 +159,7 @@ class Member {
   void normalise(const float* weight, int64_t kind) {
     const int64_t e = shape_.hidden_size;
     const RowBlocks blocks(num_rows_, kind);
-    prepare(blocks.m, blocks.num, [&](int64_t b) {
+    prepare(blocks, [&](int64_t b) {
       unsigned char* block = packed_ + block_offset(kind, blocks, b, e);
       for (int64_t r = 0; r < blocks.rows(b); ++r) {
         rms_norm_row(s_.hidden + (blocks.start(b) + r) * e, weight, e, shape_.rms_eps, private_);
@@ -224,34 +233,57 @@ class Member {
   void pack_attended(int64_t kind) {
     const int64_t k = shape_.num_heads * shape_.head_dim;
     const RowBlocks blocks(num_rows_, kind);
-    prepare(blocks.m, blocks.num, [&](int64_t b) {
+    prepare(blocks, [&](int64_t b) {
       for (int64_t r = 0; r < blocks.rows(b); ++r)
         pack_columns(kind, s_.attended + (blocks.start(b) + r) * k, 0, k, r, blocks.rows(b),
                      packed_ + block_offset(kind, blocks, b, k));
     });
   }
 
-  // silu(gate) * up, packed for the next linear. Pieces: (block, run of columns).
-  void activate(int64_t kind) {
-    const int64_t i = shape_.intermediate_size;
-    const int64_t runs = (i + COLUMN_PIECE - 1) / COLUMN_PIECE;
-    const RowBlocks blocks(num_rows_, kind);
-    prepare(blocks.m, blocks.num * runs, [&](int64_t piece) {
-      const int64_t b = piece / runs, k0 = piece % runs * COLUMN_PIECE;
-      const int64_t k1 = k0 + COLUMN_PIECE < i ? k0 + COLUMN_PIECE : i;
-      unsigned char* block = packed_ + block_offset(kind, blocks, b, i);
-      for (int64_t r = 0; r < blocks.rows(b); ++r) {
-        const float* row = s_.gate_up + (blocks.start(b) + r) * 2 * i;
-        silu_mul_row(row + k0, row + i + k0, k1 - k0, private_);
-        pack_columns(kind, private_, k0, k1, r, blocks.rows(b), block);
+  // silu(gate) * up, packed for down. What gate and up give for some columns stays in the nearer
+  // caches until it is packed.
+  void gate_up(const PmModel::Layer& l) {
+    const PmMatrix& matrix = *l.gate_up;
+    const RowBlocks blocks(num_rows_, matrix.kind);
+    const int64_t size = shape_.intermediate_size;
+    const int64_t columns = columns_at_once(num_rows_);
+    const int64_t panels = panels_per_task(matrix.num_panels, s_.num_threads);
+    share((size + columns - 1) / columns, std::max<int64_t>(1, panels * PW / (2 * columns)),
+          [&](int64_t first, int64_t last) {
+            for (int64_t k = first * columns; k < std::min(last * columns, size); k += columns)
+              gate_up_columns(matrix, blocks, k, std::min(k + columns, size), columns,
+                              l.down->kind);
+          });
+    packed_ = s_.packed_down;
+  }
+
+  void gate_up_columns(const PmMatrix& matrix, const RowBlocks& blocks, int64_t k0, int64_t k1,
+                       int64_t stride, int64_t kind) {
+    const RowBlocks packed(num_rows_, kind);
+    const int64_t size = shape_.intermediate_size;
+    float* gate = private_;  // [rows, stride]
+    float* up = gate + num_rows_ * stride;
+    compute_columns(matrix, blocks, k0, k1, gate, stride);
+    compute_columns(matrix, blocks, up_row(size) + k0, up_row(size) + k1, up, stride);
+    for (int64_t b = 0; b < packed.num; ++b) {
+      unsigned char* block = s_.packed_down + block_offset(kind, packed, b, size);
+      for (int64_t r = 0; r < packed.rows(b); ++r, gate += stride, up += stride) {
+        silu_mul_row(gate, up, k1 - k0, gate);
+        pack_columns(kind, gate, k0, k1, r, packed.rows(b), block);
       }
-    });
+    }
+  }
+
+  // Outputs n0 .. n1 of the packed rows, n0 a multiple of PW.
+  void compute_columns(const PmMatrix& matrix, const RowBlocks& blocks, int64_t n0, int64_t n1,
+                       float* y, int64_t stride) const {
+    linear_panels(&matrix, packed_, blocks, n0 / PW, (n1 + PW - 1) / PW, false, y - n0, stride);
   }
 
   void sample_rows() {
     const int64_t e = shape_.hidden_size, kind = m_.lm_head->kind;
     const RowBlocks blocks(s_.batch->num_sampled, kind);
-    prepare(blocks.m, blocks.num, [&](int64_t b) {
+    prepare(blocks, [&](int64_t b) {
       for (int64_t r = 0; r < blocks.rows(b); ++r) {
         const int64_t i = blocks.start(b) + r;
         const int64_t row = s_.last.is_fewer ? i : s_.batch->sample_rows[i];
@@ -296,17 +328,17 @@ void lay_out(Step* s) {
   const int64_t t = s->batch->num_tokens, d = shape.head_dim;
   const int64_t attended = shape.num_heads * d;
   const int64_t qkv = attended + 2 * shape.num_kv_heads * d;
-  int64_t widest = shape.hidden_size > shape.intermediate_size ? shape.hidden_size
-                                                               : shape.intermediate_size;
-  widest = widest > attended ? widest : attended;
+  const int64_t widest = std::max(shape.hidden_size, attended);
   const int64_t packed = (packed_bytes(PM_F32, t, widest) + 3) / 4;
-  const int64_t few = aligned((packed_bytes(PM_F32, FEW_ROWS, widest) + 3) / 4) + 64;
+  const int64_t packed_down = (packed_bytes(PM_F32, t, shape.intermediate_size) + 3) / 4;
+  const int64_t block = aligned((packed_bytes(PM_F32, BLOCK_ROWS, widest) + 3) / 4) + 64;
   int64_t attention = s->plan.scratch_floats();
   if (s->last.plan) attention = std::max(attention, s->last.plan->scratch_floats());
-  s->private_floats = aligned(attention > widest ? attention : widest) + 64;
+  const int64_t columns = std::max(t * FEW_COLUMNS, std::min(t, MANY_ROWS) * MOST_COLUMNS);
+  s->private_floats = aligned(std::max({attention, widest, 2 * columns})) + 64;
   const int64_t total = 16 + aligned(t * shape.hidden_size) + aligned(t * qkv) +
-                        aligned(t * 2 * shape.intermediate_size) + aligned(t * attended) +
-                        aligned(packed) + s->num_threads * (s->private_floats + few);
+                        aligned(t * attended) + aligned(packed) + aligned(packed_down) +
+                        s->num_threads * (s->private_floats + block);
   if ((int64_t)s->model->scratch.size() < total) {
     s->model->scratch.clear();
     s->model->scratch.resize((size_t)total);
@@ -314,12 +346,12 @@ void lay_out(Step* s) {
   float* at = (float*)(((uintptr_t)s->model->scratch.data() + 63) / 64 * 64);
   s->hidden = at;
   s->qkv = s->hidden + aligned(t * shape.hidden_size);
-  s->gate_up = s->qkv + aligned(t * qkv);
-  s->attended = s->gate_up + aligned(t * 2 * shape.intermediate_size);
+  s->attended = s->qkv + aligned(t * qkv);
   s->packed = (unsigned char*)(s->attended + aligned(t * attended));
-  s->private_scratch = (float*)s->packed + aligned(packed);
+  s->packed_down = s->packed + 4 * aligned(packed);
+  s->private_scratch = (float*)(s->packed_down + 4 * aligned(packed_down));
   s->private_packed = (unsigned char*)(s->private_scratch + s->num_threads * s->private_floats);
-  s->private_packed_bytes = 4 * few;
+  s->private_packed_bytes = 4 * block;
 }
 
 bool is_complete(const PmModel& model) {
@@ -372,7 +404,10 @@ int pm_model_set_matrix(PmModel* model, int64_t role, int64_t layer, const PmMat
       return pm::has_shape(matrix, s.hidden_size, heads) ? PM_OK : PM_INVALID;
     case PM_GATE_UP:
       l->gate_up = matrix;
-      return pm::has_shape(matrix, 2 * s.intermediate_size, s.hidden_size) ? PM_OK : PM_INVALID;
+      return pm::has_shape(matrix, pm::up_row(s.intermediate_size) + s.intermediate_size,
+                           s.hidden_size)
+                 ? PM_OK
+                 : PM_INVALID;
     case PM_DOWN:
       l->down = matrix;
       return pm::has_shape(matrix, s.hidden_size, s.intermediate_size) ? PM_OK : PM_INVALID;

@@ -91,7 +91,7 @@ enum PmVector : int64_t {
 enum PmMatrixRole : int64_t {
   PM_QKV = 0,        // [(H + 2G) * D, E]: the rows of q, then k, then v
   PM_O = 1,          // [E, H * D]
-  PM_GATE_UP = 2,    // [2 * I, E]: the rows of gate, then up
+  PM_GATE_UP = 2,    // the rows of gate [I, E]; from the next multiple of 32 rows on, those of up
   PM_DOWN = 3,       // [E, I]
   PM_EMBEDDING = 4,  // [V, E]
   PM_LM_HEAD = 5,    // [V, E]; may be the same matrix as the embedding
