@@ -1,4 +1,4 @@
-"""The command line: `palmette serve`, `run`, `chat`, `pull`, `bench`, `cache`, `doctor`, `demo`...
+"""The command line: `palmette serve`, `run`, `chat`, `pull`, `bench`, `cache`, `plan`, `demo`...
 
 Thin by rule: it turns words into configurations and calls what does the work. What a user can
 mend ends with one line on stderr and exit status 2, never with a traceback.
@@ -21,6 +21,7 @@ from palmette.runtime.request import Limits, RequestError
 from .bench_options import add_arguments as add_bench_arguments
 from .bench_options import add_kernel_arguments
 from .config import ServerConfig, UserError
+from .plan_options import add_arguments as add_plan_arguments
 
 USER_ERROR = 2
 
@@ -190,6 +191,8 @@ def _parser() -> argparse.ArgumentParser:
         action.add_argument("folder", type=Path, metavar="DIR", help="what --disk-cache-dir names")
         if name in ("export", "import"):
             action.add_argument("archive", type=Path, metavar="FILE", help="a tar file")
+    plan = add("plan", _plan, "how a model would fill the memory of a device")
+    add_plan_arguments(plan)
     add("doctor", _doctor, "show what this installation can do")
     demo = add("demo", _demo, "run the built-in program")
     add_engine_options(demo)
@@ -362,6 +365,12 @@ def _cache(options: argparse.Namespace) -> int:
         case "import":
             return command.import_pages(folder, options.archive)
     return command.clear(folder)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from .plan_command import plan
+
+    return plan(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

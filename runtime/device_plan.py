@@ -1,0 +1,203 @@
+"""How a model would fill the memory of a device, from its shapes alone: no device, no weights.
+
+    memory = weights + workspace + overhead + KV pool + what is left
+
+A plan is arithmetic on what a configuration says. `memory.plan_memory` sizes the pool of an engine
+that starts; both count a token's K and V alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from palmette.kernels.kv_dtype import KVDtype
+
+from .memory import kv_bytes_per_token
+from .models.config import ModelConfig
+from .models.layout import decoder_layout
+
+_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
+PLANNED_WEIGHTS = tuple(_BITS)
+_SCALE_BYTES = {"int8": 2, "int4": 4}  # of one group of inputs: its scale, and for int4 a minimum
+OVERHEAD = 0.025  # of the memory: the device's context, code, fragments
+_ACTIVATION_BYTES = 2
+_LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """`memory` and all other bytes are those of one device of `tp`."""
+
+    memory_bytes: int
+    weights: str = "bf16"  # one of PLANNED_WEIGHTS
+    weight_bytes: int | None = None  # what is known of files at hand; None: from the shapes
+    group_size: int = 0  # inputs that share a scale in int8 and int4; 0: scales are not counted
+    kv_dtype: KVDtype = "bf16"
+    page_size: int = 16
+    context: int | None = None  # tokens of one sequence; None: the model's
+    concurrency: int | None = None  # sequences at once; None: as many as fit
+    tp: int = 1
+    token_budget: int = 512
+    max_running: int = 64
+    workspace_bytes: int | None = None  # None: from the token budget
+    overhead_bytes: int | None = None  # None: OVERHEAD of the memory
+
+    def __post_init__(self) -> None:
+        if self.weights not in _BITS:
+            raise ValueError(
+                f"weights: {self.weights!r} is not known; use one of {', '.join(_BITS)}"
+            )
+        if self.kv_dtype not in get_args(KVDtype):
+            known = ", ".join(get_args(KVDtype))
+            raise ValueError(f"kv_dtype: {self.kv_dtype!r} is not known; use one of {known}")
+        for name in ("memory_bytes", "page_size", "tp", "token_budget", "max_running"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be >= 1")
+        for name in ("context", "concurrency"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value} is out of range; must be >= 1")
+        for name in ("group_size", "weight_bytes", "workspace_bytes", "overhead_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name}: {value} is out of range; must be >= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """Bytes of one device, and what they hold."""
+
+    num_parameters: int  # of the whole model
+    memory_bytes: int
+    weight_bytes: int
+    workspace_bytes: int
+    overhead_bytes: int
+    kv_bytes_per_token: int
+    page_size: int
+    num_pages: int  # of the KV pool
+    max_pages: int  # that would fit
+    context: int
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_tokens * self.kv_bytes_per_token
+
+    @property
+    def left_bytes(self) -> int:
+        used = self.weight_bytes + self.workspace_bytes + self.overhead_bytes
+        return self.memory_bytes - used - self.kv_bytes
+
+    def num_sequences(self, num_tokens: int) -> int:
+        """How many sequences of `num_tokens`, in whole pages, would fit at once."""
+        return self.max_pages // -(-num_tokens // self.page_size)
+
+
+def plan_device(model: ModelConfig, options: PlanOptions) -> DevicePlan:
+    """Divide the memory.
+
+    Raises:
+        ValueError: when the weights do not leave room for one page, or the context or the
+            concurrency cannot be had; with the numbers and the way out.
+    """
+    shard = _shard(model, options.tp)
+    memory = options.memory_bytes
+    context = _context(model, options.context)
+    known = options.weight_bytes
+    weights = shard_weight_bytes(model, options) if known is None else -(-known // options.tp)
+    workspace, overhead = options.workspace_bytes, options.overhead_bytes
+    plan = DevicePlan(
+        num_parameters=num_parameters(model),
+        memory_bytes=memory,
+        weight_bytes=weights,
+        workspace_bytes=_workspace(shard, options) if workspace is None else workspace,
+        overhead_bytes=int(OVERHEAD * memory) if overhead is None else overhead,
+        kv_bytes_per_token=kv_bytes_per_token(shard, kv_dtype=options.kv_dtype),
+        page_size=options.page_size,
+        num_pages=0,
+        max_pages=0,
+        context=context,
+    )
+    page_bytes = plan.kv_bytes_per_token * plan.page_size
+    max_pages = plan.left_bytes // page_bytes
+    if max_pages < 1:
+        gb = 1e9
+        raise ValueError(
+            f"memory: {memory / gb:.2f} GB; weights of {weights / gb:.2f} GB, workspace of "
+            f"{plan.workspace_bytes / gb:.2f} GB and overhead of {plan.overhead_bytes / gb:.2f} GB "
+            f"leave no page of {page_bytes} bytes; use fewer bits (--weights int4) or more "
+            "devices (--tp)"
+        )
+    num_pages = max_pages
+    if options.concurrency is not None:
+        num_pages = options.concurrency * -(-context // plan.page_size)
+        if num_pages > max_pages:
+            fit = max_pages // -(-context // plan.page_size)
+            raise ValueError(
+                f"concurrency: {options.concurrency} sequences of {context} tokens need "
+                f"{num_pages * page_bytes / 1e9:.2f} GB of K and V; "
+                f"{max_pages * page_bytes / 1e9:.2f} GB are free, for {fit}; lower --concurrency "
+                "or --context, or use --kv-dtype int8"
+            )
+    return replace(plan, num_pages=num_pages, max_pages=max_pages)
+
+
+def num_parameters(model: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in decoder_layout(model).values())
+
+
+def shard_weight_bytes(model: ModelConfig, options: PlanOptions) -> int:
+    """One device's weights: its part of every matrix, all of the vectors (in 16 bits or fp32)."""
+    bits = _BITS[options.weights]
+    total = 0.0
+    for shape in decoder_layout(model).values():
+        if len(shape) == 1:
+            total += math.prod(shape) * (4 if bits == 32 else 2)
+            continue
+        rows, inputs = shape
+        total += rows * inputs * bits / 8 / options.tp
+        if options.group_size and options.weights in _SCALE_BYTES:
+            groups = rows * -(-inputs // options.group_size)
+            total += groups * _SCALE_BYTES[options.weights] / options.tp
+    return math.ceil(total)
+
+
+def _shard(model: ModelConfig, tp: int) -> ModelConfig:
+    """What one of `tp` devices holds of heads and layers: kv heads are not cut below one."""
+    if model.num_heads % tp or model.intermediate_size % tp:
+        raise ValueError(
+            f"tp: {tp} does not divide {model.num_heads} heads and "
+            f"{model.intermediate_size} intermediate values evenly"
+        )
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        raise ValueError(f"tp: {tp} and {model.num_kv_heads} kv heads do not divide each other")
+    return replace(
+        model,
+        num_heads=model.num_heads // tp,
+        num_kv_heads=max(1, model.num_kv_heads // tp),
+        intermediate_size=model.intermediate_size // tp,
+    )
+
+
+def _context(model: ModelConfig, context: int | None) -> int:
+    if context is None:
+        return model.context_length
+    if context > model.context_length:
+        raise ValueError(
+            f"context: {context} is out of range; the model allows 1..{model.context_length}"
+        )
+    return context
+
+
+def _workspace(shard: ModelConfig, options: PlanOptions) -> int:
+    """The widest layer of a full step, twice the hidden state beside it, and two sets of logits."""
+    heads = (2 * shard.num_heads + 2 * shard.num_kv_heads) * shard.head_dim
+    widest = max(heads, 3 * shard.intermediate_size)
+    activations = options.token_budget * (4 * shard.hidden_size + widest) * _ACTIVATION_BYTES
+    logits = 2 * options.max_running * shard.vocab_size * _LOGIT_BYTES
+    return activations + logits
