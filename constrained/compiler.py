@@ -49,7 +49,8 @@ class GrammarCompiler:
     thread.
 
     `cache_bytes` bounds what finished grammars hold (least recently used go first), `budget_s`
-    the time of one compile, measured from its start on a worker.
+    the time of one compile, measured from its start on a worker. `on_done`, when set, is called
+    with the key of each spec whose outcome has become known, by the thread that learnt it.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class GrammarCompiler:
         self._num_idle = 0
         self._num_lost = 0
         self._is_closed = False
+        self.on_done: Callable[[str], object] | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -227,6 +229,8 @@ class GrammarCompiler:
         self._jobs.pop(job.key, None)
         self._store(job.key, result)
         job.done.set()
+        if self.on_done is not None:
+            self.on_done(job.key)
 
     def _store(self, key: str, result: CompiledGrammar | GrammarError) -> None:
         if isinstance(result, GrammarError):

@@ -22,6 +22,7 @@ from .cache import PrefixCache
 from .commit import CommitHooks, Committer
 from .config import EngineConfig
 from .faults import Aborted, SequenceFault, check_room, deadline_passed, explain
+from .grammar_waiters import GrammarWaiters
 from .intake import Intake
 from .interrupts import deferred_interrupt
 from .metrics import Counters, EngineStats
@@ -106,7 +107,7 @@ class Engine:
         )
         self._counters = Counters()
         self._live: dict[str, SequenceState] = {}
-        self._compiling: dict[int, SequenceState] = {}  # by arrival: polled each step
+        self._compiling = GrammarWaiters(grammars)
         self._deadlines: list[tuple[float, int, str]] = []  # heap: when, arrival, id
         self._outputs: list[Output] = []
         self._faults: dict[int, Exception] = {}  # by arrival, since the launch of this step
@@ -152,9 +153,8 @@ class Engine:
                 entry = (sequence.deadline_at, sequence.arrival, sequence.request_id)
                 heapq.heappush(self._deadlines, entry)
             if sequence.request.grammar is not None:
-                self._compiling[sequence.arrival] = sequence
                 try:
-                    self._grammars.request(sequence.request.grammar)
+                    self._compiling.add(sequence, sequence.request.grammar)
                 except Exception as error:  # fault boundary: one request
                     self._on_fault(sequence, error)
 
@@ -198,7 +198,7 @@ class Engine:
         num_before = self._progress
         self._expire(start)
         self.cache.start_step()
-        self._poll_grammars()
+        self._start_grammars()
         plan = self._scheduler.plan(now=start)
         self._counters.plan_s += self._clock() - start
         if not plan.is_empty:
@@ -276,20 +276,17 @@ class Engine:
                 self._commit(claimed, result)
         self._end_late_aborts()
 
-    def _poll_grammars(self) -> None:
-        """Start the grammars that have become ready."""
-        for sequence in list(self._compiling.values()):
-            spec = sequence.request.grammar
-            assert spec is not None
+    def _start_grammars(self) -> None:
+        """Begin the grammars that have become ready."""
+        for sequence, grammar in self._compiling.take_ready():
+            if isinstance(grammar, Exception):
+                self._on_fault(sequence, grammar)
+                continue
             try:
-                if not self._grammars.ready(spec):
-                    continue
-                grammar = self._grammars.get(spec)
                 check_room(grammar.shortest, sequence.max_generated)
                 self._scheduler.grammar_ready(sequence, grammar)
             except Exception as error:  # fault boundary: one request
                 self._on_fault(sequence, error)
-            self._compiling.pop(sequence.arrival, None)
 
     def _expire(self, now: float) -> None:
         """End what has passed its deadline, at whatever stage it is."""
@@ -398,8 +395,7 @@ class Engine:
             sequence.status = Status.FINISHED
             logger.error("request %s: release failed", sequence.request_id, exc_info=fault)
         self.cache.settle_pin(sequence.request)
-        if self._compiling.pop(sequence.arrival, None) is not None and sequence.request.grammar:
-            self._grammars.cancel(sequence.request.grammar)
+        self._compiling.remove(sequence)
         if self._live.get(sequence.request_id) is sequence:
             del self._live[sequence.request_id]
         is_complete = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from palmette.constrained.backend import CompiledGrammar
@@ -30,7 +30,12 @@ class TokenCodec(Protocol):
 
 
 class GrammarSource(Protocol):
-    """Compiles grammars elsewhere; the engine polls. Repeated requests for a spec are one."""
+    """Compiles grammars elsewhere. Repeated requests for a spec are one.
+
+    on_done: called with the key of a spec that has become ready, from any thread.
+    """
+
+    on_done: Callable[[str], object] | None
 
     def request(self, spec: GrammarSpec) -> object:
         """Start compiling, unless it is done or under way. Never blocks."""

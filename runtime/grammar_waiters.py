@@ -1,0 +1,78 @@
+"""Requests whose grammar is compiling, by grammar: a step looks at those that may be ready.
+
+The compiler says from its threads which grammar is done. That is a hint: in each step the grammar
+waited for longest is looked at too, so a hint that is lost delays and never hangs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from palmette.constrained.backend import CompiledGrammar
+from palmette.constrained.spec import GrammarError, GrammarSpec
+
+from .parts import GrammarSource
+from .sequence import SequenceState
+
+
+class GrammarWaiters:
+    """By the key of the grammar, in order of arrival."""
+
+    def __init__(self, grammars: GrammarSource) -> None:
+        self._grammars = grammars
+        self._by_key: dict[str, dict[int, SequenceState]] = {}
+        self._done: deque[str] = deque()  # keys to look at; compiler threads append
+        grammars.on_done = self._done.append
+
+    def add(self, sequence: SequenceState, spec: GrammarSpec) -> None:
+        """It waits from now on. Raises whatever the compiler does; then it waits too."""
+        self._by_key.setdefault(spec.key, {})[sequence.arrival] = sequence
+        self._done.append(spec.key)  # it may be known
+        self._grammars.request(spec)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """It waits no more, if it did."""
+        spec = sequence.request.grammar
+        if spec is None:
+            return
+        if self._forget(sequence, spec):
+            self._grammars.cancel(spec)
+
+    def _forget(self, sequence: SequenceState, spec: GrammarSpec) -> bool:
+        waiting = self._by_key.get(spec.key, {})
+        if waiting.pop(sequence.arrival, None) is None:
+            return False
+        if not waiting:
+            del self._by_key[spec.key]
+        return True
+
+    def take_ready(self) -> Iterator[tuple[SequenceState, CompiledGrammar | Exception]]:
+        """Who waits no more, with the grammar or why there is none. O(ready)."""
+        if not self._by_key:
+            return
+        for key in self._to_look_at():
+            while waiting := self._by_key.get(key):
+                first = next(iter(waiting.values()))
+                spec = first.request.grammar
+                assert spec is not None
+                outcome: CompiledGrammar | Exception
+                try:
+                    if not self._grammars.ready(spec):
+                        break
+                    outcome = self._grammars.get(spec)
+                except GrammarError as error:
+                    outcome = error
+                except Exception as error:  # fault boundary: this request, the others ask anew
+                    yield first, error  # whose end takes it out
+                    self._forget(first, spec)
+                    continue
+                del self._by_key[key]
+                for sequence in waiting.values():
+                    yield sequence, outcome
+
+    def _to_look_at(self) -> list[str]:
+        keys = {next(iter(self._by_key)): None}
+        while self._done:
+            keys[self._done.popleft()] = None
+        return list(keys)
