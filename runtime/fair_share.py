@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from .queues import Key, Sorted
 from .sequence import SequenceState
 
+MOST_HEADS = 16  # tenants that are looked at for who is kept from its share
 MOST_IDLE = 1024  # shares that are kept beside those in use, for what they got too much
 
 
 def _request_key(sequence: SequenceState) -> Key:
-    return (not sequence.has_started, -sequence.request.priority, sequence.arrival)
+    return (-sequence.request.priority, sequence.arrival)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +89,11 @@ class _Shares:
             else:
                 return share
 
+    def waiting(self, most: int) -> list[_Share]:
+        """Furthest behind first. O(shares)."""
+        shares = (share for share in self._shares.values() if share.num_waiting)
+        return heapq.nsmallest(most, shares, key=lambda share: (share.time, share.name))
+
     def admit(self, share: _Share, num_tokens: int) -> float:
         """Charge what it is expected to take; returns the time before, which is the newest."""
         before = share.time
@@ -122,7 +128,7 @@ class FairShare:
 
     An admission is charged the whole prompt and the tokens a request is expected to generate;
     its end corrects that to what was generated. A request that is admitted again is not charged
-    again, and is the first of its program's. Requests that name no program are one program.
+    again. Requests that name no program are one program.
     """
 
     def __init__(
@@ -157,10 +163,14 @@ class FairShare:
         self._num_waiting -= 1
 
     def head(self) -> SequenceState:
-        tenant = self._tenants.first()
+        return self._first_of(self._tenants.first())
+
+    def heads(self) -> list[SequenceState]:
+        return [self._first_of(tenant) for tenant in self._tenants.waiting(MOST_HEADS)]
+
+    def _first_of(self, tenant: _Share) -> SequenceState:
         sequence = tenant.parts.first().requests.head()
-        if not sequence.has_started:
-            sequence.rank = (0.0, tenant.time, sequence.arrival)
+        sequence.rank = (0.0, tenant.time, sequence.arrival)
         return sequence
 
     def admitted(self, sequence: SequenceState) -> None:

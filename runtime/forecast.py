@@ -45,9 +45,7 @@ class GrowthForecast:
     def peak_pages(self, sequences: Iterable[SequenceState]) -> int:
         """Pages beyond what is held now at the worst moment to come. O(n log n)."""
         page_size = self._page_size
-        growth = sorted(
-            ((self.remaining(s), self._own_pages(s)) for s in sequences), key=_remaining
-        )
+        growth = sorted(((self.remaining(s), self.own_pages(s)) for s in sequences), key=_remaining)
         peak, num_alive, given_back = 0, len(growth), 0
         for remaining, own_pages in growth:
             more = -(-remaining // page_size)
@@ -56,7 +54,7 @@ class GrowthForecast:
             given_back += own_pages + more
         return peak
 
-    def _own_pages(self, sequence: SequenceState) -> int:
+    def own_pages(self, sequence: SequenceState) -> int:
         """Pages that no other sequence holds: its end gives them back."""
         lease = sequence.lease
         return 0 if lease is None else len(lease.page_ids) - lease.num_shared // self._page_size

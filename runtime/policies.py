@@ -60,7 +60,6 @@ def make_queue(
         makers[config.policy],
         has_classes=has_classes,
         ageing_s=config.ageing_s if has_classes else inf,
-        orders_started=config.policy == "fair",
         prompts=prompts,
     )
 
@@ -130,6 +129,9 @@ class LongestMatch:
     def ended(self, sequence: SequenceState) -> None:
         return None
 
+    def heads(self) -> list[SequenceState]:
+        return [self.head()]
+
     def _settle(self) -> None:
         """Pass on what is known of those who left, before the trie grows."""
         while self._gone:
@@ -192,6 +194,9 @@ class DepthFirst:
 
     def ended(self, sequence: SequenceState) -> None:
         return None
+
+    def heads(self) -> list[SequenceState]:
+        return [self.head()]
 
     def _after(self, last: SequenceState | None, place: TrieNode | None = None) -> SequenceState:
         """One of those that share most with `last`; of the heaviest branch where nobody does."""

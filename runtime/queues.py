@@ -39,6 +39,10 @@ class Policy(Protocol):
         """Who is next; there is one."""
         ...
 
+    def heads(self) -> list[SequenceState]:
+        """Of each that has a share, the next; the head first. Some of them where there are many."""
+        ...
+
     def admitted(self, sequence: SequenceState) -> None:
         """Any sequence was admitted: its prompt is in the tree now."""
         ...
@@ -87,6 +91,9 @@ class Sorted:
     def head(self) -> SequenceState:
         return self._entries[self._first][1]
 
+    def heads(self) -> list[SequenceState]:
+        return [self.head()]
+
     def admitted(self, sequence: SequenceState) -> None:
         return None
 
@@ -108,7 +115,6 @@ class WaitingQueue:
     has_classes: larger `Request.priority` goes first, and ranks higher among the running.
     ageing_s: who has waited for so long is next in every other admission, in order of arrival,
     and ranks above all others from then on; so nobody starves. inf: never.
-    orders_started: what was preempted is the policy's to order too, and keeps its rank.
     prompts: where those who wait are entered, for who asks what they are going to use.
     """
 
@@ -118,14 +124,12 @@ class WaitingQueue:
         *,
         has_classes: bool,
         ageing_s: float,
-        orders_started: bool = False,
         prompts: WaitingPrompts | None = None,
     ) -> None:
         self._prompts = prompts
         self._make_policy = make_policy
         self._has_classes = has_classes
         self._ageing_s = ageing_s
-        self._orders_started = orders_started
         self._started = Sorted(_started_key)
         self._classes: dict[float, Policy] = {}  # by rank[0]
         self._order: list[float] = []  # of the classes
@@ -148,7 +152,6 @@ class WaitingQueue:
             self._prompts.add(sequence)
         if sequence.has_started:
             self._all.move_to_end(sequence.arrival, last=False)
-        if sequence.has_started and not self._orders_started:
             self._started.push(sequence)
         else:
             self._class(sequence.rank[0]).push(sequence)
@@ -157,7 +160,7 @@ class WaitingQueue:
         del self._all[sequence.arrival]
         if self._prompts is not None:
             self._prompts.remove(sequence)
-        if sequence.has_started and not self._orders_started:
+        if sequence.has_started:
             self._started.remove(sequence)
             return
         rank = self._place(sequence)
@@ -179,6 +182,12 @@ class WaitingQueue:
         if self._started and (first := self._started.head()).rank[0] <= rank:
             return first
         return self._classes[rank].head()
+
+    def heads(self) -> list[SequenceState]:
+        """Who was preempted first, and the first of each tenant where a policy knows tenants."""
+        started = [self._started.head()] if self._started else []
+        policy = self._classes[self._order[0]] if self._order else None
+        return [*started, *policy.heads()] if policy else started
 
     def admit(self, sequence: SequenceState, now: float) -> None:
         """`sequence` got a row and pages: take it out, and settle its rank."""

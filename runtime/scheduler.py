@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 
 from palmette.constrained.backend import CompiledGrammar
@@ -26,6 +27,7 @@ from palmette.radix_cache.tree import Lease, RadixTree
 from .cache import use_of
 from .chunk_budget import ChunkBudget
 from .config import SchedulerConfig
+from .dominant_share import DominantShare, shares_of
 from .forecast import GrowthForecast
 from .plan import Chunk, StepPlan
 from .policies import make_queue
@@ -67,6 +69,7 @@ class Scheduler:
         self._on_fault = on_fault
         self.budget = ChunkBudget(config)
         self._forecast = GrowthForecast(pool.page_size)
+        self._shares = shares_of(config, tree.num_pages, self._forecast.own_pages)
         self._swap = SwapSpace(pool, max_bytes=config.swap_bytes, min_tokens=config.swap_min_tokens)
         self.waiting = make_queue(config, tree=tree, expected_tokens=self._forecast.remaining)
         self.compiling: dict[int, SequenceState] = {}  # by arrival: grammar not ready
@@ -78,6 +81,7 @@ class Scheduler:
         self._step = 0
         self._now = 0.0
         self._blocked: tuple[int, int] | None = None  # (arrival, step) of the newest refusal
+        self._kept_out = (0, 0)  # (arrival, step): nobody had to give way to it
 
     @property
     def num_waiting(self) -> int:
@@ -171,6 +175,8 @@ class Scheduler:
         self._step += 1
         self._now = now
         plan = StepPlan()
+        if self._shares is not None and self.running:
+            self._make_way(self._shares)
         self._plan_decodes(plan)
         prefills: list[SequenceState] = []
         if len(plan.decodes) < len(self.running):
@@ -386,8 +392,7 @@ class Scheduler:
 
     def _next_waiting(self) -> SequenceState | None:
         """The first of the queue, else one whose prompt can be read while its grammar compiles."""
-        head = self.waiting.head(self._now)
-        if head is not None:
+        if (head := self.waiting.head(self._now)) is not None:
             return head
         return next((s for s in self.compiling.values() if not s.has_started), None)
 
@@ -448,14 +453,47 @@ class Scheduler:
         insort(self.running, sequence, key=_rank)
         return True
 
-    def _has_room(self, sequence: SequenceState) -> bool:
-        """Whether the pages suffice, with what those that run are going to want: no thrashing."""
-        if not self.running:
-            return True
-        available = self._tree.num_free_pages + self._tree.num_evictable_pages
+    def _make_way(self, shares: DominantShare) -> None:
+        """Put in who is kept out by tenants far over their share."""
+        head = self.waiting.head(self._now)
+        if head is None or (self._table.num_free and (self._blocked or (0,))[0] != head.arrival):
+            return  # nobody was refused
+        if self._kept_out[0] == head.arrival and self._step - self._kept_out[1] < RETRY_STEPS:
+            return
+        for wanting in (heads := self.waiting.heads()):
+            victims = shares.victims(
+                wanting,
+                num_pages=self._pages_for(wanting),
+                running=self.running,
+                waiting=heads,
+                is_enough=partial(self._has_room, wanting),
+            )
+            for victim in victims:
+                self.preempt(victim)
+            if victims and self._admit(wanting):  # at once: a victim may be next in the queue
+                return
+        self._kept_out = head.arrival, self._step
+
+    def _pages_for(self, sequence: SequenceState) -> int:
+        """How many it needs now beside those that the tree has."""
         ids = sequence.all_ids()
         matched = self._tree.match(ids, sequence.request.namespace)
-        needed = -(-(len(ids) - matched) // self._tree.page_size)
+        return -(-(len(ids) - matched) // self._tree.page_size)
+
+    def _has_room(self, sequence: SequenceState, leaving: Sequence[SequenceState] = ()) -> bool:
+        """Whether the pages suffice, with what those that run are going to want: no thrashing.
+
+        leaving: of those that run, worst rank first; as if they had gone.
+        """
+        staying = self.running
+        if leaving:
+            gone = {other.arrival for other in leaving}
+            staying = [other for other in staying if other.arrival not in gone]
+        if not staying:
+            return True
+        available = self._tree.num_free_pages + self._tree.num_evictable_pages
+        available += sum(map(self._forecast.own_pages, leaving))
+        needed = self._pages_for(sequence)
         if needed > available:
             return False
-        return needed + self._forecast.peak_pages((*self.running, sequence)) <= available
+        return needed + self._forecast.peak_pages((*staying, sequence)) <= available

@@ -274,3 +274,89 @@ def test_swapping_leaves_a_grammar_and_its_forced_tokens_right() -> None:
         engine.flush_cache()
         got = finish(engine, answers)["r"]
         assert (got.token_ids, got.text) == (alone.token_ids, alone.text)
+
+
+def flooded(engine: Engine, *, light_max_new: int = 4) -> tuple[dict[str, Answer], dict[str, int]]:
+    """`flood` fills the engine and its queue, then `light` sends one; steps till each one's end."""
+    rng = random.Random(5)
+    engine.submit(
+        [
+            request(f"flood {i}", [rng.randrange(99) for _ in range(12)], 60, tenant="flood")
+            for i in range(12)
+        ]
+    )
+    answers, ends = steps(engine, 10), dict[str, int]()
+    engine.submit([request("light", range(100, 112), light_max_new, tenant="light")])
+    num_steps = 0
+    while engine.has_work:
+        num_steps += 1
+        outputs = engine.step()
+        collect(answers, outputs)
+        engine.check()
+        ends |= {output.request_id: num_steps for output in outputs if output.finish}
+    return answers, ends
+
+
+@pytest.mark.parametrize("swap_bytes", [0, 2**20])
+@pytest.mark.parametrize("scarce", ["rows", "pages"])
+def test_a_tenant_far_over_its_share_gives_way(scarce: str, swap_bytes: int) -> None:
+    sizes = {"rows": (256, 4), "pages": (80, 64)}
+    num_pages, max_running = sizes[scarce]
+    config: dict[str, object] = {"max_running": max_running, "swap_bytes": swap_bytes}
+    answers, ends = flooded(engine_of(num_pages, policy="fair", **config))
+    _, unfair_ends = flooded(engine_of(num_pages, policy="fcfs", **config))
+    assert ends["light"] <= 8  # its prompt, four tokens, and a retry
+    assert unfair_ends["light"] > 40
+    assert all(len(answers[f"flood {i}"].token_ids) == 60 for i in range(12))
+    alone = run_all(engine_of(), [request("light", range(100, 112), 4)])
+    assert answers["light"].token_ids == alone["light"].token_ids
+
+
+def test_who_gave_way_comes_back_and_is_not_sent_away_again_and_again() -> None:
+    """A tenant within its share takes a place once; the other loses no more than that."""
+    engine = engine_of(256, policy="fair", max_running=4)
+    answers, ends = flooded(engine, light_max_new=100)
+    assert engine.stats().preemptions == 1
+    assert sum(answer.usage.num_preemptions for answer in answers.values()) == 1
+    assert ends["light"] <= 108
+
+
+def test_tenants_that_send_without_end_take_from_each_other_no_more_than_they_use() -> None:
+    """Weights 1, 1 and 2, requests of all sizes: every one ends, in no more steps than tokens."""
+    rng = random.Random(8)
+    engine = engine_of(40, policy="fair", max_running=6, tenant_weights=(("0", 2.0),))
+    wanted = [
+        request(f"{i}", [i % 90] * rng.randrange(1, 40), rng.randrange(1, 60), tenant=f"{i % 3}")
+        for i in range(100)
+    ]
+    engine.submit(wanted[:50])
+    answers: dict[str, Answer] = {}
+    num_steps = sent = 0
+    while engine.has_work or sent < 50:
+        if sent < 50 and rng.random() < 0.4:
+            engine.submit([wanted[50 + sent]])
+            sent += 1
+        before = engine.stats().forward_tokens
+        collect(answers, engine.step())
+        engine.check()
+        num_steps += 1
+        assert engine.stats().forward_tokens > before
+    assert num_steps < sum(len(one.prompt_ids) + 60 for one in wanted) / 3
+    assert all(
+        len(answers[one.request_id].token_ids) == one.sampling.max_new_tokens for one in wanted
+    )
+
+
+def test_whoever_gives_way_is_over_its_share_and_keeps_its_first() -> None:
+    engine = engine_of(256, policy="fair", max_running=6)
+    engine.submit([request(f"a{i}", [i] * 8, 40, tenant="a") for i in range(4)])
+    engine.submit([request(f"b{i}", [9, i] * 4, 40, tenant="b") for i in range(2)])
+    steps(engine, 3)
+    engine.submit([request("c", [7] * 8, 40, tenant="c")])
+    engine.submit([request("d", [5] * 8, 40, tenant="d")])
+    engine.submit([request("a4", [6] * 8, 40, tenant="a"), request("b2", [4] * 8, 40, tenant="b")])
+    steps(engine, 20)
+    running = sorted(one.request_id for one in engine._scheduler.running)
+    # a quarter of 6 rows each: `a` had 4, `b` had 2
+    assert running == ["a0", "a1", "b0", "b1", "c", "d"]
+    assert engine.stats().preemptions == 2
