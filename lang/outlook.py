@@ -16,7 +16,7 @@ from palmette.runtime.request import ReuseHint
 
 from .ir import ROOT, Call, Gen, Node, Select, StateId
 
-_MOST_BRANCHES = 4  # the nearest forks above a call that it tells of
+_MOST_FORKS = 4  # the nearest above a call that it tells of
 
 
 class SharedStart:
@@ -87,55 +87,87 @@ def _with_later(prefixes: Sequence[tuple[int, int]], later: int) -> tuple[tuple[
     return tuple((length, uses + later) for length, uses in prefixes if length and uses + later)
 
 
-class Lookahead:
-    """Counts, for each state of one run, the requests below it that have not gone out.
+class _Segment:
+    """States in a row of which only the last may go on in several ways."""
 
-    Noting and settling a call walks up to the root, as making its prompt does.
+    __slots__ = ("children", "num_open", "parent", "start", "states")
+
+    def __init__(self, parent: _Segment | None, states: list[StateId]) -> None:
+        self.parent = parent
+        self.states = states
+        self.children: list[_Segment] = []
+        self.num_open = 0  # requests of this segment and below that have not gone out
+        self.start = SharedStart()  # what the prompts below have in common
+
+
+class Lookahead:
+    """Counts the requests of one run that have not gone out, by what they begin with.
+
+    A call belongs to the segment of the state it makes. Calls of one line of descent go out in
+    order, so when one does, all that is open in its source's segment comes after it. Noting and
+    settling a call costs O(forks above it).
     """
 
     def __init__(self, run_id: str, batch: BatchStart | None) -> None:
         self._run_id = run_id
         self._batch = batch
         self._has_called = False
-        self._sources: dict[StateId, StateId] = {}
-        self._num_children: dict[StateId, int] = {ROOT: 0}
-        self._uses: dict[StateId, int] = {ROOT: 0}
-        self._starts: dict[StateId, SharedStart] = {}  # by the state where a fork begins
+        self._root = _Segment(None, [ROOT])
+        self._segments: dict[StateId, _Segment] = {ROOT: self._root}
+        self._open: dict[StateId, int] = {}  # by the state that a call makes: its requests
 
     def note(self, node: Node) -> None:
         """One more node was written; what it goes on from was noted before."""
         if isinstance(node, Call):
             return
-        self._sources[node.target] = node.source
-        self._num_children[node.target] = self._uses[node.target] = 0
-        self._num_children[node.source] += 1
+        segment = self._segments[node.source]
+        if segment.states[-1] != node.source:
+            self._cut(segment, node.source)
+        if segment.children:
+            segment.children.append(_Segment(segment, []))
+            segment = segment.children[-1]
+        segment.states.append(node.target)
+        self._segments[node.target] = segment
         if isinstance(node, Gen | Select):
-            count = _num_requests(node)
-            for state in self._path(node.source):
-                self._uses[state] += count
+            count = self._open[node.target] = _num_requests(node)
+            self._add(segment, count)
 
     def settle(self, node: Gen | Select) -> Outlook:
         """A call goes out now, or never will: it is none of those to come."""
-        count, path = _num_requests(node), self._path(node.source)
-        for state in path:
-            self._uses[state] -= count
-        branches = [state for state in path if self._num_children[state] > 1][:_MOST_BRANCHES]
-        shared = [
-            (self._starts.setdefault(state, SharedStart()), self._uses[state]) for state in branches
-        ]
+        segment = self._segments[node.target]
+        self._add(segment, -self._open.pop(node.target))
+        forks: list[_Segment] = []
+        above = segment.parent
+        while above is not None and len(forks) < _MOST_FORKS:
+            forks.append(above)
+            above = above.parent
+        shared: list[tuple[SharedStart, int]] = [(fork.start, fork.num_open) for fork in forks]
         if self._batch is not None:
             self._batch.num_left -= not self._has_called
             self._has_called = True
-            shared.append((self._batch, self._batch.num_left + self._uses[ROOT]))
-        group = f"{self._run_id}-{branches[0]}" if branches else None
-        return Outlook(self._uses[node.source], group, tuple(shared))
+            shared.append((self._batch, self._batch.num_left + self._root.num_open))
+        group = f"{self._run_id}-{forks[0].states[-1]}" if forks else None
+        return Outlook(self._segments[node.source].num_open, group, tuple(shared))
 
-    def _path(self, state: StateId) -> list[StateId]:
-        path = [state]
-        while state != ROOT:
-            state = self._sources[state]
-            path.append(state)
-        return path
+    def _add(self, segment: _Segment, count: int) -> None:
+        place: _Segment | None = segment
+        while place is not None:
+            place.num_open += count
+            place = place.parent
+
+    def _cut(self, segment: _Segment, last: StateId) -> None:
+        """End a segment at `last`, for a fork begins there; the rest hangs on it."""
+        place = segment.states.index(last) + 1
+        lower = _Segment(segment, segment.states[place:])
+        lower.children, segment.children = segment.children, [lower]
+        lower.start, segment.start = segment.start, SharedStart()
+        for child in lower.children:
+            child.parent = lower
+        for state in lower.states:
+            self._segments[state] = lower
+        lower.num_open = sum(self._open.get(state, 0) for state in lower.states)
+        lower.num_open += sum(child.num_open for child in lower.children)
+        del segment.states[place:]
 
 
 def _num_requests(node: Gen | Select) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ import msgspec
 import pytest
 
 import palmette as pm
-from palmette.lang.outlook import common_length
+from palmette.lang.ir import Extend, Gen, GenOptions, Line, Node, StateId, Text, ValueId
+from palmette.lang.outlook import Lookahead, common_length
 from palmette.lang.wire import batches_of
 from palmette.runtime.client import LocalClient
 from palmette.runtime.config import EngineConfig
@@ -213,3 +215,40 @@ def test_common_length() -> None:
     assert common_length(one, one) == 50
     assert common_length(one, one[:20]) == 20
     assert common_length(one, ()) == 0
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_counts_are_those_of_a_walk_over_the_whole_graph(seed: int) -> None:
+    rng, line = random.Random(seed), Line("file", 1, "function")
+    lookahead, sources, unsent = Lookahead("run", None), dict[int, int](), dict[int, Gen]()
+
+    def below(state: int) -> int:
+        return sum(state in line_of(gen.source, sources) for gen in unsent.values())
+
+    for target in range(1, 30):
+        source = sources[target] = rng.choice([target - 1, target - 1, rng.randrange(target)])
+        ends = StateId(source), StateId(target)
+        node: Node = Extend(*ends, Text("x", True), line)
+        if rng.random() < 0.5:
+            node = unsent[target] = Gen(*ends, ValueId(target), None, GenOptions(), True, line)
+        lookahead.note(node)
+        above = {target: line_of(gen.source, sources) for target, gen in unsent.items()}
+        ready = [gen for target, gen in unsent.items() if not unsent.keys() & above[target]]
+        if not ready or rng.random() < 0.6:
+            continue
+        gen = rng.choice(ready)
+        del unsent[gen.target]
+        outlook = lookahead.settle(gen)
+        children = list(sources.values())
+        forks = [s for s in line_of(gen.source, sources) if children.count(s) > 1][:4]
+        assert outlook.uses == below(gen.source)
+        assert [uses for _, uses in outlook.shared] == [below(fork) for fork in forks]
+        assert outlook.group == (f"run-{forks[0]}" if forks else None)
+
+
+def line_of(state: int, sources: dict[int, int]) -> list[int]:
+    """A state and all it goes on from, upwards."""
+    line = [state]
+    while line[-1]:
+        line.append(sources[line[-1]])
+    return line

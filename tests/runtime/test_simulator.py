@@ -16,7 +16,7 @@ from palmette.constrained.backend import select_backend
 from palmette.constrained.compiler import GrammarCompiler
 from palmette.constrained.spec import GrammarKind, GrammarSpec, Whitespace
 from palmette.kernels.batch import ForwardBatch
-from palmette.runtime.config import SchedulerConfig
+from palmette.runtime.config import EngineConfig, SchedulerConfig
 from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import (
     Answer,
@@ -72,6 +72,7 @@ class Load:
     forecast: bool = False  # off makes pools run out
     policy: str = "priority"
     swap_bytes: int = 0
+    eviction: str = "lru"
 
 
 class Clock:
@@ -187,6 +188,7 @@ class Simulation:
             ),
             grammars=SlowGrammars(self.rng, load.slow_grammars),
             clock=self.clock,
+            config=EngineConfig(eviction_policy=load.eviction),
         )
 
     def check_batch(self, batch: ForwardBatch) -> None:
@@ -313,6 +315,19 @@ LOADS = {
         swap_bytes=2**20,
         fault_rate=0.1,
         slow_grammars=0.5,
+    ),
+    "lookahead": Load(
+        page_size=4,
+        pool=64,
+        budget=32,
+        max_running=6,
+        num_requests=600,
+        policy="program",
+        eviction="program",
+        slow_grammars=0.2,
+    ),
+    "lookahead-page-1": Load(
+        page_size=1, pool=64, budget=24, max_running=8, num_requests=600, eviction="program"
     ),
     "one-at-a-time": Load(page_size=4, pool=64, budget=512, max_running=1, num_requests=300),
     "no-cache": Load(
