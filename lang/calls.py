@@ -334,7 +334,7 @@ def request_meta(stream: Stream) -> Meta:
         "forced_tokens": usage.forced_tokens,
         "cached_tokens_details": _cached_details([usage]),
         "miss_reason": usage.miss_reason,
-        "evicted_at": usage.evicted_at,
+        "evicted_ago_s": usage.evicted_ago_s,
         "evicted_by": usage.evicted_by,
         "e2e_latency": stream.timing.finished_s,
     }

@@ -118,7 +118,7 @@ class Batch:
                 completion_tokens=meta.get("completion_tokens", 0),
                 num_preemptions=meta.get("num_retractions", 0),
                 miss_reason=meta.get("miss_reason"),
-                evicted_at=meta.get("evicted_at"),
+                evicted_ago_s=meta.get("evicted_ago_s"),
                 evicted_by=meta.get("evicted_by"),
             ),
             timing=Timing(finished_s=None if finish is None else meta.get("e2e_latency")),

@@ -20,6 +20,7 @@ from . import page_file
 from .other_files import OtherFiles, PageFile, scan
 from .page_file import PageFileError
 from .store import StoredPage, total_bytes
+from .tenants import tenant_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class DiskStore:
         self._queue: deque[list[StoredPage]] = deque()
         self._queued: dict[bytes, StoredPage] = {}
         self._queued_bytes = 0
+        self._to_forget: dict[tuple[str, ...], None] = {}  # tenants, until their files are gone
         self._closing = False
         self._has_warned = False
         self._retry_at = 0.0
@@ -102,10 +104,10 @@ class DiskStore:
                 return page
             self._files.move_to_end(digest)
         page = self._read(digest)
-        if page is None:
+        if page is None or tenant_of(page.namespace) in self._to_forget:
             self.suspect([digest])
-        else:
-            self._note_use(digest)
+            return None
+        self._note_use(digest)
         return page
 
     def suspect(self, digests: Sequence[bytes]) -> None:
@@ -173,10 +175,19 @@ class DiskStore:
         if not self.is_ours:
             return True
         with self._lock:
-            return self._lock.wait_for(lambda: not self._queued, timeout_s)
+            return self._lock.wait_for(lambda: not (self._queued or self._to_forget), timeout_s)
 
-    def clear(self) -> None:
+    def clear(self, tenant: tuple[str, ...] | None = None) -> None:
+        """Forget all pages; those of a tenant at once, though its files go a little later."""
         if not self.is_ours:
+            return
+        if tenant is not None:
+            with self._lock:
+                for page in list(self._queued.values()):
+                    if tenant_of(page.namespace) == tenant:
+                        self._drop_queued(page)
+                self._to_forget[tenant] = None
+                self._lock.notify_all()
             return
         with self._lock:
             digests = list(self._files)
@@ -263,11 +274,14 @@ class DiskStore:
     def _run(self) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._queue or self._closing)
-                if not self._queue:
+                self._lock.wait_for(lambda: self._queue or self._to_forget or self._closing)
+                tenant = next(iter(self._to_forget), None)
+                if tenant is None and not self._queue:
                     return
-                pages = self._queue.popleft()
+                pages = [] if tenant is not None else self._queue.popleft()
             try:
+                if tenant is not None:
+                    self._forget(tenant)
                 for page in pages:
                     self._write(page)
                 self.touch([page.digest for page in pages])
@@ -277,9 +291,20 @@ class DiskStore:
                     self._forget_queue()
             finally:
                 with self._lock:
+                    if tenant is not None:
+                        self._to_forget.pop(tenant, None)
                     for page in pages:
                         self._drop_queued(page)
                     self._lock.notify_all()
+
+    def _forget(self, tenant: tuple[str, ...]) -> None:
+        """Delete all files of a tenant; nothing of it is written meanwhile."""
+        for digest, path in page_file.page_paths(self._folder):
+            with contextlib.suppress(FileNotFoundError):
+                namespace = page_file.read_namespace(path)
+                if namespace is not None and tenant_of(namespace) == tenant:
+                    self.suspect([digest])
+                    path.unlink()
 
     def _write(self, page: StoredPage) -> None:
         with self._lock:

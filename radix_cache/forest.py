@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from math import inf
 
+from . import audit
 from .claims import Claims
 from .ledger import Eviction, Miss, MissReason, TokenCounts
 from .misses import Misses, TokenBytes
@@ -223,7 +224,7 @@ class Forest:
 
     def _evict(self, num_pages: int, tenant: Tenant | None, owner: str, wanted: int = 0) -> int:
         name = () if tenant is None else tenant.name
-        eviction, freed = Eviction(self._clock, name, owner), 0
+        eviction, freed = Eviction(self._timer(), name, owner), 0
         while freed < num_pages:
             victim = self._tenants.victim(tenant, wanted)
             if victim is None:
@@ -239,6 +240,16 @@ class Forest:
             self._trim(node, keep)
             freed += count
         return freed
+
+    def _forget(self, tenant: Tenant) -> bool:
+        """Drop what no lease holds of a tenant's; False when one holds something."""
+        for root in list(tenant.roots.values()):
+            for node in reversed(list(audit.walk(root))):  # children first
+                if node.locks == 0:
+                    self.counts.evicted_tokens += node.size
+                    self._num_evictable -= len(node.pages)
+                    self._trim(node, 0)
+        return not any(root.locks for root in tenant.roots.values())
 
     def _enter_root(self, root: Node) -> Tenant:
         tenant = tenant_at(root)

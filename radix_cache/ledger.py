@@ -45,9 +45,9 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """When a page went, on the tree's logical clock, and for whom."""
+    """When a page went, in seconds on the tree's timer, and for whom."""
 
-    clock: int
+    at_s: float
     tenant: tuple[str, ...]  # of whoever needed the page
     owner: str  # the request that needed it; empty when nobody did
 

@@ -74,6 +74,24 @@ def encode_page(page: StoredPage, *, layout: str, page_bytes: int) -> bytes:
     return body + _checksum(body)
 
 
+def read_namespace(path: Path) -> tuple[str, ...] | None:
+    """Of the page in a file, without reading it all; None when it is no page.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        start = file.read(len(_MAGIC) + _LENGTH.size)
+        if not start.startswith(_MAGIC) or len(start) < len(_MAGIC) + _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(start, len(_MAGIC))
+        header = file.read(min(length, _MAX_HEADER_BYTES))
+    try:
+        return tuple(str(part) for part in json.loads(header)["namespace"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
 def decode_page(raw: bytes, *, digest: bytes, layout: str) -> StoredPage:
     """The page of a file's bytes.
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from .tenants import tenant_of
+
 DIGEST_BYTES = 20
 
 
@@ -58,7 +60,9 @@ class PageStore(Protocol):
         """Keep pages; those of one path in order from the root."""
         ...
 
-    def clear(self) -> None: ...
+    def clear(self, tenant: tuple[str, ...] | None = None) -> None:
+        """Forget all pages, or those of one tenant, see `tenants.tenant_of`."""
+        ...
 
     def close(self) -> None: ...
 
@@ -101,9 +105,11 @@ class HostStore:
             self._pages[page.digest] = page
         self._shrink()
 
-    def clear(self) -> None:
-        self._pages.clear()
-        self.num_bytes = 0
+    def clear(self, tenant: tuple[str, ...] | None = None) -> None:
+        gone = [p for p in self._pages.values() if tenant in (None, tenant_of(p.namespace))]
+        for page in gone:
+            del self._pages[page.digest]
+            self.num_bytes -= _size(page)
 
     def close(self) -> None:
         """What is here goes below, while it can."""

@@ -140,13 +140,14 @@ class PageTiers:
             self._read_on(lease, digests)
         return spans, is_done
 
-    def clear(self) -> None:
-        """Forget all pages of this layout, on disk too."""
-        self._to_keep.clear()
+    def clear(self, tenant: tuple[str, ...] | None = None) -> None:
+        """Forget all pages of this layout, or those of one tenant, on disk too."""
+        if tenant is None:
+            self._to_keep.clear()
         if self.reads is not None:
             self.reads.clear()
         for store in self._stores:
-            store.clear()
+            store.clear(tenant)
 
     def close(self) -> None:
         """Bring everything that is ready to the disk, and end its writer."""

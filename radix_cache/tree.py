@@ -194,12 +194,15 @@ class RadixTree(Forest):
             data = bytes(lease._data)
             self.on_keep(walk_down(root, data, len(data), self._page_bytes)[0])
 
-    def flush(self) -> bool:
+    def flush(self, namespace: Namespace | None = None) -> bool:
         """Forget every prefix that no lease holds, pinned ones too; False while one is open.
 
-        An open lease brings its tokens into the tree when it is released, old weights or not.
+        With a namespace, those of its tenant alone. An open lease brings its tokens into the
+        tree when it is released, old weights or not.
         """
-        self.unpin_all()
+        self.unpin_all(namespace)
+        if namespace is not None:
+            return self._forget(self._tenants.get(namespace))
         on_evict, self.on_evict = self.on_evict, None  # these are not to be found again
         self.evict(self._num_evictable)
         self.on_evict = on_evict

@@ -27,7 +27,7 @@ class MissFields(TypedDict, total=False):
     """Of `Usage`."""
 
     miss_reason: str | None
-    evicted_at: int | None
+    evicted_ago_s: int | None
     evicted_by: str | None
 
 
@@ -115,11 +115,14 @@ class PrefixCache:
         """Pages that came from the tiers."""
         return 0 if self.tiers is None else self.tiers.num_restored
 
-    def flush(self) -> bool:
-        """Forget all prefixes, on disk too; False while a request runs."""
+    def flush(self, namespace: Namespace | None = None) -> bool:
+        """Forget all prefixes, or those of a namespace's tenant, on disk too.
+
+        False while a request holds some.
+        """
         if self.tiers is not None:
-            self.tiers.clear()
-        return self.tree.flush()
+            self.tiers.clear(None if namespace is None else tenant_of(namespace))
+        return self.tree.flush(namespace)
 
     def stats(self) -> CacheStats:
         host = None if self.tiers is None else self.tiers.host
@@ -224,8 +227,11 @@ def use_of(request: Request, *, now: float) -> Use:
     )
 
 
-def told_miss(miss: Miss | None, namespace: Namespace) -> MissFields:
-    """What its sender is told of a miss: a request of another tenant is not named."""
+def told_miss(miss: Miss | None, namespace: Namespace, *, now: float) -> MissFields:
+    """What its sender is told of a miss at `now`: nothing from which to count what others do.
+
+    So a request of another tenant is not named, and time is in whole seconds.
+    """
     if miss is None:
         return {}
     eviction = miss.eviction
@@ -234,6 +240,6 @@ def told_miss(miss: Miss | None, namespace: Namespace) -> MissFields:
     is_own = eviction.tenant == tenant_of(namespace)
     return {
         "miss_reason": miss.reason,
-        "evicted_at": eviction.clock,
+        "evicted_ago_s": int(now - eviction.at_s),
         "evicted_by": (eviction.owner or None) if is_own else "another tenant",
     }

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from palmette.kernels.sampling import SampleResult
+from palmette.radix_cache.tenants import tenant_of
 from palmette.radix_cache.tree import TreeNode
 
 from .batch import BatchBuilder
@@ -440,9 +441,17 @@ class Engine:
         self._scheduler.preempt(sequence)
         return True
 
-    def flush_cache(self) -> bool:
-        """Forget all prefixes; False when something still runs."""
-        return self.cache.flush()
+    def flush_cache(self, namespace: tuple[str, ...] | None = None) -> bool:
+        """Forget all prefixes; False when something still runs.
+
+        With a namespace, those of its tenant; while a request of it is live, nothing is done.
+        """
+        if namespace is not None:
+            tenant = tenant_of(namespace)
+            live = self._live.values()
+            if any(tenant_of(sequence.request.namespace) == tenant for sequence in live):
+                return False
+        return self.cache.flush(namespace)
 
     def pin(
         self, ids: Sequence[int], namespace: tuple[str, ...] = (), *, seconds: float | None = None

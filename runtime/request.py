@@ -172,7 +172,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     forced_tokens: int = 0  # of the completion: not chosen, the grammar left no choice
     num_preemptions: int = 0
     miss_reason: str | None = None  # why cached_tokens is not larger; see radix_cache.ledger
-    evicted_at: int | None = None  # with the reason "evicted": on the cache's logical clock
+    evicted_ago_s: int | None = None  # with the reason "evicted": before the admission
     evicted_by: str | None = None  # the request that needed the page; not told across tenants
 
     @property

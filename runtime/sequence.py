@@ -316,7 +316,9 @@ class SequenceState:
         """Made once for all outputs, as long as the miss stays the same."""
         told = self._told
         if told is None or told[0] is not self.miss:
-            told = self._told = self.miss, told_miss(self.miss, self.request.namespace)
+            admitted_at = self.submitted_at + (self.admitted_s or 0.0)
+            fields = told_miss(self.miss, self.request.namespace, now=admitted_at)
+            told = self._told = self.miss, fields
         return told[1]
 
     def timing(self, *, finished_s: float | None = None) -> Timing:

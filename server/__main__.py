@@ -219,12 +219,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    _add_fields(group, ServerConfig(), _SERVER_HELP, skip=("api_keys",))
+    _add_fields(group, ServerConfig(), _SERVER_HELP, skip=("api_keys", "admin_api_keys"))
     group.add_argument(
         "--api-key",
         action="append",
         default=[],
         help="accept this key, may be repeated; also PALMETTE_API_KEY",
+    )
+    group.add_argument(
+        "--admin-api-key",
+        action="append",
+        default=[],
+        help="accept this key too, and let it flush the whole cache; also PALMETTE_ADMIN_API_KEY",
     )
     group.add_argument("--api-key-file", type=Path, help="keys, one a line; mode 0600")
     levels = ("debug", "info", "warning", "error")
@@ -286,8 +292,12 @@ def _serve(options: argparse.Namespace) -> int:
     from .commands import serve
 
     keys = _api_keys(options)
-    values = _chosen(options, ServerConfig, skip=("api_keys",))
-    return serve(ServerConfig(**values, api_keys=keys), engine_config(options), options.log_level)
+    admin_keys = list(options.admin_api_key)
+    if not admin_keys and os.environ.get("PALMETTE_ADMIN_API_KEY"):
+        admin_keys.append(os.environ["PALMETTE_ADMIN_API_KEY"])
+    values = _chosen(options, ServerConfig, skip=("api_keys", "admin_api_keys"))
+    config = ServerConfig(**values, api_keys=keys, admin_api_keys=tuple(admin_keys))
+    return serve(config, engine_config(options), options.log_level)
 
 
 def _api_keys(options: argparse.Namespace) -> tuple[str, ...]:

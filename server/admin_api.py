@@ -206,11 +206,17 @@ async def abort_request(request: Request) -> Response:
 @router.api_route("/flush_cache", methods=["GET", "POST"])
 @router.post("/reset_prefix_cache")
 async def flush_cache(request: Request) -> Response:
-    context = context_of(request)
+    """Forget all prefixes; where there are keys, those of this key, unless it is an admin's."""
+    context, owner = context_of(request), request.state.owner
     _ = context.info  # 503 before the engine is ready
-    if await context.engine.flush_cache():
-        return JsonBody({"success": True, "message": "the prefix cache is empty"})
-    raise invalid("the cache is in use; wait until no request runs", code="busy")
+    if owner.may_flush_all:
+        namespace, done, busy = None, "the prefix cache is empty", "no request runs"
+    else:
+        namespace = owner.namespace
+        done, busy = "the prefixes of this key are forgotten", "no request of this key runs"
+    if await context.engine.flush_cache(namespace):
+        return JsonBody({"success": True, "message": done})
+    raise invalid(f"the cache is in use; wait until {busy}", code="busy")
 
 
 @router.post("/concate_and_append_request")

@@ -40,7 +40,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, codec: Codec) -> FastA
         config=config,
         engine=engine,
         text=TextService(codec),
-        keys=KeyRing(config.api_keys),
+        keys=KeyRing(config.api_keys, config.admin_api_keys),
         calls=calls,
         metrics=ServerMetrics(),
     )

@@ -17,24 +17,34 @@ class Owner:
     """Whose request it is: prefixes and ids are shared among one owner's requests only."""
 
     name: str  # "" when the server has no keys; else a digest of the key
+    is_admin: bool = False
 
     @property
     def namespace(self) -> tuple[str, ...]:
         return ("key", self.name) if self.name else ()
 
+    @property
+    def may_flush_all(self) -> bool:
+        """Where there are no keys, everybody may."""
+        return self.is_admin or not self.name
+
 
 class KeyRing:
-    """The accepted keys, as digests; the keys themselves are not kept."""
+    """The accepted keys, as digests; the keys themselves are not kept.
 
-    def __init__(self, keys: Sequence[str]):
+    Those of admins may do what others may, and act on the whole server.
+    """
+
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()):
         # A header is bytes; clients send what is not ASCII as UTF-8 or as Latin-1.
-        self._digests: list[tuple[bytes, str]] = []
-        for key in keys:
+        self._digests: list[tuple[bytes, Owner]] = []
+        for key in dict.fromkeys((*keys, *admin_keys)):
             name = hashlib.sha256(key.encode()).hexdigest()[:16]
             spellings = {key.encode()}
             if all(ord(c) < 256 for c in key):
                 spellings.add(key.encode("latin-1"))
-            self._digests += [(hashlib.sha256(s).digest(), name) for s in sorted(spellings)]
+            owner = Owner(name, is_admin=key in admin_keys)
+            self._digests += [(hashlib.sha256(s).digest(), owner) for s in sorted(spellings)]
 
     def owner(self, scope: Scope) -> Owner:
         """Who sent the request, by its Authorization header alone.
@@ -47,15 +57,15 @@ class KeyRing:
         headers = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, given = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(given).digest()
-        found = ""
-        for known, name in self._digests:  # all of them: the time must not tell which one fits
+        found: Owner | None = None
+        for known, owner in self._digests:  # all of them: the time must not tell which one fits
             if hmac.compare_digest(digest, known):
-                found = name
-        if not found or scheme.lower() != b"bearer":
+                found = owner
+        if found is None or scheme.lower() != b"bearer":
             raise ApiError(
                 401,
                 "an API key is needed: send the header 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        return Owner(found)
+        return found

@@ -19,6 +19,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 30000  # 0: any free port
     api_keys: tuple[str, ...] = ()  # none: open; each key has its own prefix namespace
+    admin_api_keys: tuple[str, ...] = ()  # accepted too, and may flush what others have cached
     open_metrics: bool = True  # /metrics needs no key
     max_body_bytes: int = 4 * MIB
     max_header_bytes: int = 64 * 1024
@@ -39,7 +40,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port: {self.port} is out of range; must be 0..65535")
-        if any(not key for key in self.api_keys):
+        if any(not key for key in (*self.api_keys, *self.admin_api_keys)):
             raise ValueError("api_key: is empty; give at least one character")
         if self.default_max_tokens < 0:
             raise ValueError(

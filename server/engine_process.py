@@ -57,7 +57,7 @@ class ServedEngine(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None: ...
     def step(self) -> list[Output]: ...
     def live_ids(self) -> list[str]: ...
-    def flush_cache(self) -> bool: ...
+    def flush_cache(self, namespace: tuple[str, ...] | None = None) -> bool: ...
     def pin(
         self, ids: Sequence[int], namespace: tuple[str, ...], *, seconds: float | None
     ) -> int: ...
@@ -147,8 +147,9 @@ def _handle(
                 transport.send(frames.StepOutputs(num_steps, refused))
         case frames.Abort(request_ids=request_ids):
             engine.abort(request_ids)
-        case frames.Flush(call_id=call_id):
-            is_done = not engine.live_ids() and engine.flush_cache()  # a refusal changes nothing
+        case frames.Flush(call_id=call_id, namespace=namespace):
+            may_flush = namespace is not None or not engine.live_ids()  # a refusal changes nothing
+            is_done = may_flush and engine.flush_cache(namespace)
             transport.send(frames.Flushed(call_id, is_done))
         case frames.Pin() | frames.Unpin():
             transport.send(_pin(engine, message))

@@ -272,7 +272,7 @@ class GenerateFormat:
                 "shared": usage.shared_tokens,
             },
             "miss_reason": usage.miss_reason,
-            "evicted_at": usage.evicted_at,
+            "evicted_ago_s": usage.evicted_ago_s,
             "evicted_by": usage.evicted_by,
         }
         if choice.index in self._tables:

@@ -158,7 +158,7 @@ class AsyncEngine(Protocol):
 
     def submit(self, requests: Sequence[Request]) -> OutputStream: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
-    async def flush_cache(self) -> bool: ...
+    async def flush_cache(self, namespace: tuple[str, ...] | None) -> bool: ...
     async def pin(
         self, ids: Sequence[int], namespace: tuple[str, ...], *, seconds: float | None
     ) -> frames.Pinned: ...
@@ -275,9 +275,9 @@ class RemoteEngine:
         if open_ids:
             self._send(frames.Abort(open_ids))
 
-    async def flush_cache(self) -> bool:
-        """Forget all prefixes; False when something still runs or the engine does not answer."""
-        answer = await self._call(frames.Flush, timeout_s=5.0)
+    async def flush_cache(self, namespace: tuple[str, ...] | None) -> bool:
+        """Forget the prefixes of a tenant, or all; False while it is busy, or without an answer."""
+        answer = await self._call(lambda call_id: frames.Flush(call_id, namespace), timeout_s=5.0)
         return isinstance(answer, frames.Flushed) and answer.done
 
     async def pin(

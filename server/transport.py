@@ -45,7 +45,10 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 
 class Flush(msgspec.Struct, tag="flush", frozen=True):
+    """Forget the prefixes of a namespace's tenant; None: all."""
+
     call_id: int
+    namespace: tuple[str, ...] | None
 
 
 class Pin(msgspec.Struct, tag="pin", frozen=True):

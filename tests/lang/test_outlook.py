@@ -201,7 +201,7 @@ def test_meta_information_tells_where_tokens_came_from(client: Noting) -> None:
     assert second["cached_tokens"] == 44  # whole pages of what the first left
     assert second["cached_tokens_details"] == {"device": 44, "host": 0, "disk": 0, "shared": 0}
     assert second["computed_tokens"] == second["prompt_tokens"] - 44
-    assert (second["evicted_at"], second["evicted_by"]) == (None, None)
+    assert (second["evicted_ago_s"], second["evicted_by"]) == (None, None)
     chosen = choosing.run(backend=client).get_meta_info("c")
     assert isinstance(chosen, dict)
     assert sum(chosen["cached_tokens_details"].values()) == chosen["cached_tokens"] > 0

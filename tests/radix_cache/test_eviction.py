@@ -137,14 +137,16 @@ def test_a_pin_over_the_quota_is_refused_with_the_numbers() -> None:
 
 
 def test_a_miss_says_when_and_for_whom_a_page_was_evicted() -> None:
-    tree = RadixTree(num_pages=4, page_size=PAGE)
+    now = 100.0
+    tree = RadixTree(num_pages=4, page_size=PAGE, timer=lambda: now)
     store(tree, 1, owner="first")
     for first in range(2, 6):
+        now += 1.0
         store(tree, first, owner=f"flood-{first}")
     lease = tree.acquire([1, *range(1, PAGE), 0])
     assert lease.miss is not None and lease.miss.reason == "evicted"
     eviction = lease.miss.eviction
-    assert eviction is not None and eviction.owner == "flood-4" and eviction.clock > 0
+    assert eviction is not None and (eviction.owner, eviction.at_s) == ("flood-4", 103.0)
 
 
 def test_a_miss_tells_another_salt_of_the_same_tenant_only() -> None:

@@ -280,6 +280,29 @@ def test_a_folder_that_cannot_be_made_serves_nothing_and_raises_nothing(tmp_path
     disk.close()
 
 
+def test_a_tenant_is_forgotten_at_once_and_alone(tmp_path: Path) -> None:
+    host, disk = HostStore(10**6), open_store(tmp_path)
+    mine = [page(bytes([i]) * PAGE, namespace=("key", "a", "salt", str(i))) for i in range(4)]
+    others = [page(bytes([i]) * PAGE, namespace=("key", "b")) for i in range(4)]
+    for store in (host, disk):
+        store.put([*mine[:3], *others[:3]])
+    assert disk.wait()
+    with disk._replacing:  # the writer does not come to an end
+        disk.put([mine[3], others[3]])
+        host.clear(("key", "a"))
+        disk.clear(("key", "a"))
+        for store in (host, disk):
+            assert [get(store, each) for each in mine] == [None] * 4
+            assert [get(store, each) for each in others[:3]] == [each.data for each in others[:3]]
+        disk.put([mine[0]])  # computed again
+    assert host.num_bytes == 3 * (100 + PAGE)
+    assert disk.wait()
+    assert [disk.contains(each.digest) for each in mine] == [True, False, False, False]
+    assert set(on_disk(tmp_path)) == {each.digest.hex() for each in (mine[0], *others)}
+    assert disk.num_bytes == sum(on_disk(tmp_path).values())
+    disk.close()
+
+
 def test_clear_forgets_files_and_queue(tmp_path: Path) -> None:
     disk = open_store(tmp_path)
     disk.put(path_of(30))

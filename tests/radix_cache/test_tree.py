@@ -481,6 +481,33 @@ def test_without_prefix_cache_nothing_is_shared_or_kept() -> None:
     assert tree.match(range(10)) == 0
 
 
+def test_a_flush_of_one_tenant_leaves_the_others() -> None:
+    tree = make()
+    ids = list(range(13))
+    mine = [("key", "a"), ("key", "a", "cache_salt", "x")]
+    others = [(), ("key", "b"), ("key", "ab")]
+    for namespace in (*mine, *others):
+        for tail in (7, 8):  # two leaves below a common node
+            lease = tree.acquire([*ids[:4], tail, *ids], namespace)
+            tree.claim(lease, lease.num_tokens - tree.frontier(lease))
+            tree.publish(lease, lease.num_tokens)
+            tree.release(lease)
+    tree.pin([*ids[:4], 7, *ids], mine[0])
+    busy = tree.acquire([*ids[:4], 7, *ids], others[1])
+    before = {n: tree.match([*ids[:4], 8, *ids], n) for n in others}
+    assert tree.flush(("key", "a", "cache_salt", "y")) is True
+    tree.check()
+    assert [tree.match([*ids[:4], tail, *ids], n) for n in mine for tail in (7, 8)] == [0] * 4
+    assert {n: tree.match([*ids[:4], 8, *ids], n) for n in others} == before
+    assert min(before.values()) > 4 and tree.num_pinned_pages == 0
+    assert tree.flush(others[1]) is False
+    tree.check()
+    assert tree.match([*ids[:4], 8, *ids], others[1]) == 4  # what its lease holds
+    tree.release(busy)
+    assert tree.flush(others[1]) is True
+    tree.check()
+
+
 def test_flush_keeps_what_is_locked() -> None:
     tree = make()
     cache(tree, range(16))

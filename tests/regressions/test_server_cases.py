@@ -691,7 +691,8 @@ def test_LIF_01_a_drain_lets_streams_end(start_server: StartServer) -> None:
     streams = [Stream(server, 60) for _ in range(8)]
     body = {"prompt": "x", "max_tokens": 2000, "stream": True}
     with server.client.stream("POST", COMPLETIONS, json=body) as response:  # while it lasts
-        next(response.iter_lines())
+        lines = response.iter_lines()  # held: it closes the stream with itself
+        next(lines)
         with httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
             server.signal()
             server.wait_for(lambda: client.get("/health/ready").status_code == 503)

@@ -130,6 +130,20 @@ def test_one_tenant_cannot_flush_another() -> None:
     assert answer.usage.cached_tokens == 16
 
 
+def test_a_miss_tells_whole_seconds_and_nothing_of_other_tenants() -> None:
+    clock = Clock()
+    target = engine(clock)
+    mine = request("a", "system prompt!!!?", namespace=("key", "a"))
+    kept = request("k", "kept in the tree", namespace=("key", "a"), hint=ReuseHint(pin_s=999))
+    run_all(target, [mine, kept])
+    clock.now = 100.25
+    flood(target, namespace=("key", "b"))
+    clock.now = 107.0
+    usage = run_all(target, [mine])["a"].usage
+    assert (usage.miss_reason, usage.evicted_ago_s) == ("evicted", 6)
+    assert usage.evicted_by == "another tenant"
+
+
 @pytest.mark.parametrize("field", ["pin_s", "ttl_s"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_times_out_of_range_are_refused(field: str, value: float) -> None:

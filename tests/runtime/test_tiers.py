@@ -321,6 +321,29 @@ def test_flush_forgets_the_tiers_too(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.kv")) == []
 
 
+def test_a_flush_of_one_key_while_others_run_leaves_their_prefixes(tmp_path: Path) -> None:
+    config = {"host_cache_bytes": 10**6, "disk_cache_dir": str(tmp_path)}
+    target = engine(num_pages=64, **config)
+    mine, theirs = ("key", "a"), ("key", "b")
+    for namespace in (mine, theirs):
+        run(target, prompt(), namespace=namespace)
+    target.submit([request("busy", prompt(9), new_tokens=50, namespace=theirs)])
+    steps(target, 3)
+    assert not target.flush_cache(theirs)
+    assert target.flush_cache((*mine, "cache_salt", "x"))
+    target.submit([request("own", prompt(), namespace=mine)])
+    assert not target.flush_cache(mine)
+    ends = {output.request_id: output.usage for output in steps(target, 60) if output.finish}
+    assert ends["own"].cached_tokens == 0 and ends["busy"].completion_tokens == 50
+    assert run(target, prompt(), namespace=theirs).device_tokens == 20
+    assert target.flush_cache(mine)
+    target.close()
+    again = engine(num_pages=64, **config)
+    assert run(again, prompt(), namespace=mine).cached_tokens == 0
+    assert run(again, prompt(), namespace=theirs).disk_tokens == 20
+    again.close()
+
+
 def test_a_full_disk_costs_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -492,6 +515,8 @@ def test_other_weights_and_layouts_find_nothing(
     prompts = prompts_of(first.info.vocab_size)
     serve(first, prompts)
     first.close()
+    [about] = tmp_path.rglob("layout.txt")
+    assert ", deterministic;" in about.read_text() and "True" not in about.read_text()
     other = load(tiny_files, tmp_path, **(usual | change))
     assert serve(other, prompts[:1])[0][2].cached_tokens == 0
     other.close()

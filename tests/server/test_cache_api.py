@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 from running_server import RunningServer, StartServer
 
@@ -50,6 +51,37 @@ def test_a_request_pins_within_its_quota(start_server: StartServer) -> None:
 )
 def test_pins_out_of_range_are_400(server: RunningServer, body: dict[str, object]) -> None:
     assert server.post("/cache/pin", body).status_code == 400
+
+
+def test_a_key_flushes_its_own_prefixes_and_an_admin_all(start_server: StartServer) -> None:
+    server = start_server({"model": "delay=0.02"}, api_keys=["a", "b"], admin_api_keys=["root"])
+    text, body = "a prompt of forty letters, all alike...." * 2, {"max_new_tokens": 1}
+
+    def ask(key: str, path: str, **fields: object) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return server.client.post(path, json=fields, headers=headers)
+
+    def cached_of(key: str) -> int:
+        answer = ask(key, "/generate", text=text, sampling_params=body).json()
+        tokens: int = answer["meta_info"]["cached_tokens"]
+        return tokens
+
+    for key in ("a", "b", "root"):
+        assert (cached_of(key), cached_of(key)) == (0, 64)
+    running = {"prompt": "x" * 40, "max_tokens": 1000, "stream": True}
+    headers = {"authorization": "Bearer b"}
+    with server.client.stream("POST", "/v1/completions", json=running, headers=headers) as stream:
+        lines = stream.iter_lines()  # held: it closes the stream with itself
+        next(lines)
+        refused = ask("b", "/flush_cache")
+        assert refused.status_code == 400 and "of this key" in refused.json()["error"]["message"]
+        assert ask("root", "/flush_cache").status_code == 400
+        answer = ask("a", "/flush_cache").json()
+        assert answer == {"success": True, "message": "the prefixes of this key are forgotten"}
+    assert [cached_of(key) for key in ("a", "b", "root")] == [0, 64, 64]
+    server.wait_for(lambda: ask("root", "/flush_cache").status_code == 200)
+    assert [cached_of(key) for key in ("a", "b", "root")] == [0, 0, 0]
+    assert ask("c", "/flush_cache").status_code == 401
 
 
 def test_a_killed_server_starts_warm(start_server: StartServer, tmp_path: Path) -> None:
