@@ -106,7 +106,7 @@ class CpuRunner:
         if self._model is None:
             raise RuntimeError("native runner: is closed")
         logits = self._model.forward(batch, self._pool)
-        return NativeLogits(logits, self._sampler, self._model.logits_at)
+        return NativeLogits(logits, self._sampler, self._model.logits_at, self._model.maxima_at)
 
     def close(self) -> None:
         """Frees the weights and ends the threads; a second call does nothing."""

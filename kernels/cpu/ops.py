@@ -27,6 +27,8 @@ from .kv_pool import HostKVPool
 Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
 
+MAXIMA_BLOCK = 64  # logits
+
 _INT64 = ctypes.c_int64
 _POINTER = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -47,7 +49,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pm_model_create": (_POINTER, _POINTER, _POINTER),
     "pm_model_set_matrix": (_POINTER, _INT64, _INT64, _POINTER),
     "pm_model_set_vector": (_POINTER, _INT64, _INT64, _POINTER),
-    "pm_model_forward": (_POINTER,) * 4,
+    "pm_model_forward": (_POINTER,) * 5,
 }
 
 
@@ -362,7 +364,7 @@ class Model:
         self._pool, self._shape = pool, shape
         self._kept: list[Matrix | Float32Array] = []
         self._handle = _POINTER()
-        self.logits_at = 0  # address of the newest logits
+        self.logits_at = self.maxima_at = 0  # addresses of the newest logits and their maxima
         self._batch: ForwardBatch | None = None  # the newest, as `_arguments` has it
         self._arguments = _Batch()
         self._kv: HostKVPool | None = None
@@ -384,7 +386,8 @@ class Model:
     def forward(self, batch: ForwardBatch, kv: HostKVPool) -> Float32Array:
         """One step: writes K and V into `kv` and returns logits [S, V].
 
-        A batch whose numbers alone have changed since the last call costs next to nothing here.
+        Behind them lie the maxima of each MAXIMA_BLOCK of a row, for the choice of tokens. A batch
+        whose numbers alone have changed since the last call costs next to nothing here.
 
         Raises:
             ValueError: an index is out of range; names the array. Nothing was written.
@@ -396,10 +399,15 @@ class Model:
             self._kv, self._kv_arguments = kv, _kv(kv)
         arguments = ctypes.addressof(self._arguments), ctypes.addressof(self._kv_arguments)
         self._check(batch, kv, *arguments)
-        logits = np.empty((len(batch.sample_rows), self._shape.vocab_size), dtype=np.float32)
-        self.logits_at = _address(logits)
-        self._pool.library.call("pm_model_forward", self._handle, *arguments, self.logits_at)
-        return logits
+        num_rows, vocab_size = len(batch.sample_rows), self._shape.vocab_size
+        size = num_rows * vocab_size
+        results = np.empty(size + num_rows * -(-vocab_size // MAXIMA_BLOCK), dtype=np.float32)
+        self.logits_at = _address(results)
+        self.maxima_at = self.logits_at + 4 * size
+        self._pool.library.call(
+            "pm_model_forward", self._handle, *arguments, self.logits_at, self.maxima_at
+        )
+        return results[:size].reshape(num_rows, vocab_size)
 
     def _check(self, batch: ForwardBatch, kv: HostKVPool, arguments: int, pool: int) -> None:
         """`check_batch` and the model's own limits, in native code; numpy names what is wrong."""

@@ -40,7 +40,16 @@ class _Sampling(ctypes.Structure):
         *(
             (name, _POINTER)
             for name in (
-                *("logits", "edited", "masks", "targets", "temperature", "top_k", "top_p"),
+                *(
+                    "logits",
+                    "maxima",
+                    "edited",
+                    "masks",
+                    "targets",
+                    "temperature",
+                    "top_k",
+                    "top_p",
+                ),
                 *("min_p", "random", "num_top", "token_ids", "logprobs", "top_ids"),
                 "top_logprobs",
             )
@@ -76,7 +85,7 @@ class _Call:
             *(self.token_ids, self.logprobs, self.top_ids, self.top_logprobs),
         )
         self.kept = arrays, masks, edited
-        self.arguments = _Sampling(num_rows, vocab_size, width, 0, *map(_address, arrays))
+        self.arguments = _Sampling(num_rows, vocab_size, width, 0, 0, *map(_address, arrays))
         self.no_top = (_NO_IDS,) * num_rows, (_NO_VALUES,) * num_rows
 
     def result(self) -> SampleResult:
@@ -119,18 +128,23 @@ class NativeSampler:
         self._call: _Call | None = None  # the newest of plain rows, to be made again
 
     def sample(
-        self, logits: Float32Array, params: SampleBatch, *, address: int | None = None
+        self,
+        logits: Float32Array,
+        params: SampleBatch,
+        *,
+        address: int | None = None,
+        maxima: int = 0,
     ) -> SampleResult:
         """`kernels.sampling.sample_rows`; logits [S, V], not changed.
 
         `address` is that of `logits`, where it is known: the pool's other threads stop looking
-        for work some 40 us after a step, and to ask numpy takes half of that.
+        for work some 40 us after a step, and to ask numpy takes half of that. `maxima` is that of
+        their block maxima, as `Model.forward` leaves them; 0: they are not known.
         """
-        if address is None:
-            address = _address(logits)
+        at = (_address(logits) if address is None else address, maxima)
         call = self._call
         if call is not None and call.params is params:
-            return self._run(call, address)
+            return self._run(call, at)
         self._call = None
         edited = {
             i: edited_row(logits[i], special, params, i)
@@ -141,13 +155,13 @@ class NativeSampler:
         call = _Call(params, edited, self._vocab_size)
         if call.is_plain:
             self._call = call
-        result = self._run(call, address)
+        result = self._run(call, at)
         again = [i for i, ids in banned.items() if len(ids) and result.token_ids[i] == NOT_FINITE]
         for i in again:  # nothing else was allowed: the grammar wins over the ban
             special = params.rows[i]
             assert special is not None
             edited[i][special.banned_ids] = banned[i]
-        return self._run(call, address) if again else result
+        return self._run(call, at) if again else result
 
     @staticmethod
     def _ban(row: Float32Array, params: SampleBatch, i: int) -> Float32Array:
@@ -158,11 +172,11 @@ class NativeSampler:
         row[special.banned_ids] = -np.inf
         return kept
 
-    def _run(self, call: _Call, address: int) -> SampleResult:
+    def _run(self, call: _Call, at: tuple[int, int]) -> SampleResult:
         params = call.params
         if call.is_drawn:
             call.random[:] = uniforms(params.seeds, params.choices, params.positions)
-        call.arguments.logits = address
+        call.arguments.logits, call.arguments.maxima = at
         self._pool.library.call(
             "pm_sample",
             *(self._pool.handle, ctypes.addressof(call.arguments), self._scratch_address),
@@ -187,12 +201,17 @@ def _row_addresses(
 
 
 class NativeLogits:
-    """A runner.StepHandle over logits [S, V] that lie in host memory, at `address`."""
+    """A runner.StepHandle over logits [S, V] that lie in host memory, at `address`.
 
-    def __init__(self, logits: Float32Array, sampler: NativeSampler, address: int) -> None:
+    `maxima` is the address of their block maxima.
+    """
+
+    def __init__(
+        self, logits: Float32Array, sampler: NativeSampler, address: int, maxima: int
+    ) -> None:
         self.logits = logits
         self._sampler = sampler
-        self._address = address
+        self._address, self._maxima = address, maxima
 
     def sample(self, params: SampleBatch) -> SampleResult:
-        return self._sampler.sample(self.logits, params, address=self._address)
+        return self._sampler.sample(self.logits, params, address=self._address, maxima=self._maxima)

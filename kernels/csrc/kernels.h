@@ -183,6 +183,10 @@ void rope_head(float* x, int64_t d, const float* cos_row, const float* sin_row);
 
 // ---- choosing tokens (sample.cpp) --------------------------------------------------------------
 
+constexpr int64_t MAXIMA_BLOCK = 64;  // values of a row whose maximum is kept
+inline int64_t num_maxima(int64_t n) { return (n + MAXIMA_BLOCK - 1) / MAXIMA_BLOCK; }
+// Of the first min(count, MAXIMA_BLOCK) values; NaN where any is NaN.
+float block_maximum(const float* values, int64_t count);
 int64_t sample_scratch_floats(int64_t vocab_size);
 void sample_row(const PmSampling& sampling, int64_t index, float* scratch);
 

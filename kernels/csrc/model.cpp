@@ -75,7 +75,8 @@ struct Step {
   const PmBatch* batch;
   const PmKv* kv;
   KvLayout layout;  // of the pool
-  float* logits;
+  float* logits;  // [S, V]
+  float* maxima;  // [S, num_maxima(V)]
   AttentionPlan plan;
   std::vector<Phase> phases;
   int num_threads;
@@ -292,10 +293,23 @@ class Member {
                      packed_ + block_offset(kind, blocks, b, e));
       }
     });
-    share(blocks.num ? m_.lm_head->num_panels : 0, TASK_PANELS, [&](int64_t first, int64_t last) {
+    constexpr int64_t run = std::max(TASK_PANELS, MAXIMA_BLOCK / PW);
+    static_assert(run * PW % MAXIMA_BLOCK == 0, "a run has whole blocks of maxima");
+    share(blocks.num ? m_.lm_head->num_panels : 0, run, [&](int64_t first, int64_t last) {
       linear_panels(m_.lm_head, packed_, blocks, first, last, false, s_.logits,
                     shape_.vocab_size);
+      keep_maxima(first * PW, std::min(last * PW, shape_.vocab_size));
     });
+  }
+
+  // Of the logits n0 .. n1, while they are near.
+  void keep_maxima(int64_t n0, int64_t n1) {
+    for (int64_t i = 0; i < s_.batch->num_sampled; ++i) {
+      const float* logits = s_.logits + i * shape_.vocab_size;
+      float* maxima = s_.maxima + i * num_maxima(shape_.vocab_size);
+      for (int64_t n = n0; n < n1; n += MAXIMA_BLOCK)
+        maxima[n / MAXIMA_BLOCK] = block_maximum(logits + n, n1 - n);
+    }
   }
 
   unsigned char* pages(int64_t layer, int64_t which) const {
@@ -438,7 +452,8 @@ int pm_model_set_vector(PmModel* model, int64_t vector, int64_t layer, const flo
   return PM_INVALID;
 }
 
-int pm_model_forward(PmModel* model, const PmBatch* batch, const PmKv* kv, float* logits) {
+int pm_model_forward(PmModel* model, const PmBatch* batch, const PmKv* kv, float* logits,
+                     float* maxima) {
   if (model->pool->team.is_forked()) return PM_FORKED;
   if (!pm::is_complete(*model)) return PM_INVALID;
   if (batch->num_tokens == 0) return PM_OK;
@@ -451,6 +466,7 @@ int pm_model_forward(PmModel* model, const PmBatch* batch, const PmKv* kv, float
                   kv,
                   layout,
                   logits,
+                  maxima,
                   pm::AttentionPlan(batch, shape.num_heads, layout, shape.sliding_window, threads),
                   std::vector<pm::Phase>(
                       (size_t)(shape.num_layers * pm::PHASES_PER_LAYER + 4)),

@@ -118,6 +118,7 @@ struct PmSampling {
   int64_t vocab_size;
   int64_t most_top;             // width of top_ids and top_logprobs
   const float* logits;          // [S, V]
+  const float* maxima;          // of the logits, as pm_model_forward leaves them; null: not known
   const float* const* edited;   // [S] the row to choose from, [V]; null: that of the logits
   const int32_t* const* masks;  // [S] bits of the allowed ids, [ceil(V / 32)]; null: all
   const int32_t* targets;       // [S] -1: choose
@@ -187,9 +188,10 @@ PM_EXPORT int pm_model_set_matrix(PmModel* model, int64_t role, int64_t layer,
                                   const PmMatrix* matrix);
 PM_EXPORT int pm_model_set_vector(PmModel* model, int64_t vector, int64_t layer,
                                   const float* data);
-// One step: writes K and V, reads them, and gives logits [S, V].
-PM_EXPORT int pm_model_forward(PmModel* model, const PmBatch* batch, const PmKv* kv,
-                               float* logits);
+// One step: writes K and V, reads them, and gives logits [S, V] with the maxima of each 64 of a row
+// [S, ceil(V / 64)], NaN where one of them is NaN.
+PM_EXPORT int pm_model_forward(PmModel* model, const PmBatch* batch, const PmKv* kv, float* logits,
+                               float* maxima);
 
 // What the machine can do: runs `count` rounds on num_threads threads, or reads `count` bytes of
 // data shared out over them; work: the multiply-adds or bytes that this was.

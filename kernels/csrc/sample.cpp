@@ -10,7 +10,7 @@
 namespace pm {
 namespace {
 
-constexpr int64_t CUT = 64;  // values per block: its maximum and the sum of its weights are kept
+constexpr int64_t CUT = MAXIMA_BLOCK;  // values per block: the sum of its weights is kept too
 constexpr int64_t FIRST_TOP = 64;  // first guess at how many ids top_p keeps
 constexpr int64_t NUM_BINS = 1024;
 constexpr int64_t SPARSE_PART = 8;  // below 1 / 8 of its words a mask is worked on as a list
@@ -27,7 +27,7 @@ bool is_better(const Candidate& a, const Candidate& b) {
 }
 bool is_before(const Candidate& a, const Candidate& b) { return a.place < b.place; }
 
-int64_t num_blocks(int64_t n) { return (n + CUT - 1) / CUT; }
+int64_t num_blocks(int64_t n) { return num_maxima(n); }
 
 // The scratch of one member.
 struct Space {
@@ -61,32 +61,20 @@ struct Row {
   int32_t id(int64_t place) const { return ids ? ids[place] : (int32_t)place; }
 };
 
-// Block maxima, the largest value, whether any is NaN.
-void look(Row* row, float* block_max) {
+// The largest value and whether any is NaN, from the block maxima.
+void look_at_maxima(Row* row, const float* block_max) {
   row->largest = LOWEST;
   row->has_nan = false;
-  I nan{};
-  for (int64_t b = 0; b * CUT < row->n; ++b) {
-    const float* v = row->values + b * CUT;
-    float most = LOWEST;
-    if ((b + 1) * CUT <= row->n) {
-      F lanes = splat(LOWEST);
-      PM_UNROLL for (int64_t i = 0; i < CUT; i += W) {
-        const F x = load(v + i);
-        nan |= x != x;
-        lanes = select(x > lanes, x, lanes);
-      }
-      most = max_lanes(lanes);
-    } else {
-      for (int64_t i = 0; i < row->n - b * CUT; ++i) {
-        row->has_nan |= v[i] != v[i];
-        most = v[i] > most ? v[i] : most;
-      }
-    }
-    block_max[b] = most;
-    row->largest = most > row->largest ? most : row->largest;
+  for (int64_t b = 0; b < num_blocks(row->n); ++b) {
+    row->has_nan |= block_max[b] != block_max[b];
+    row->largest = block_max[b] > row->largest ? block_max[b] : row->largest;
   }
-  for (int i = 0; i < W; ++i) row->has_nan |= nan[i] != 0;
+}
+
+void look(Row* row, float* block_max) {
+  for (int64_t b = 0; b * CUT < row->n; ++b)
+    block_max[b] = block_maximum(row->values + b * CUT, row->n - b * CUT);
+  look_at_maxima(row, block_max);
 }
 
 int64_t first_largest(const Row& row, const float* block_max) {
@@ -331,12 +319,40 @@ void score(const PmSampling& s, int64_t index, const Row& row, const Space& spac
 
 }  // namespace
 
+float block_maximum(const float* values, int64_t count) {
+  float most = LOWEST;
+  bool has_nan = false;
+  if (count >= CUT) {
+    F lanes = splat(LOWEST);
+    I nan{};
+    PM_UNROLL for (int64_t i = 0; i < CUT; i += W) {
+      const F x = load(values + i);
+      nan |= x != x;
+      lanes = select(x > lanes, x, lanes);
+    }
+    most = max_lanes(lanes);
+    has_nan = sum_integers(nan) != 0;  // -1 per NaN of a lane
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      has_nan |= values[i] != values[i];
+      most = values[i] > most ? values[i] : most;
+    }
+  }
+  return has_nan ? std::numeric_limits<float>::quiet_NaN() : most;
+}
+
 int64_t sample_scratch_floats(int64_t vocab_size) { return Space::floats(vocab_size); }
 
 void sample_row(const PmSampling& s, int64_t index, float* scratch) {
   const Space space(scratch, s.vocab_size);
   Row row{s.logits + index * s.vocab_size, s.vocab_size, nullptr, LOWEST, false};
-  look(&row, space.block_max);
+  if (s.maxima) {
+    const float* maxima = s.maxima + index * num_blocks(s.vocab_size);
+    std::copy_n(maxima, num_blocks(s.vocab_size), space.block_max);
+    look_at_maxima(&row, space.block_max);
+  } else {
+    look(&row, space.block_max);
+  }
   const int32_t target = s.targets[index];
   int32_t& chosen = s.token_ids[index];
   if (row.has_nan || !std::isfinite(row.largest)) {

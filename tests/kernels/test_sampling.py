@@ -27,15 +27,33 @@ from palmette.kernels.sampling import (
 Sample = Callable[[np.ndarray, SampleBatch], SampleResult]
 
 
-@pytest.fixture(scope="module", params=["numpy", *build.instruction_sets()])
+NATIVE = build.instruction_sets()
+
+
+@pytest.fixture(scope="module", params=["numpy", *NATIVE, f"{NATIVE[0]}, maxima known"])
 def sample_rows(request: pytest.FixtureRequest) -> Iterator[Sample]:
     """kernels.sampling.sample_rows, and the native library's on two threads."""
     if request.param == "numpy":
         yield sampling.sample_rows
         return
-    pool = ops.Pool(2, instruction_set=request.param)
-    yield lambda logits, params: NativeSampler(pool, logits.shape[1]).sample(logits, params)
+    name, _, is_known = request.param.partition(", ")
+    pool = ops.Pool(2, instruction_set=name)
+
+    def sample(logits: np.ndarray, params: SampleBatch) -> SampleResult:
+        maxima = block_maxima(logits)
+        return NativeSampler(pool, logits.shape[1]).sample(
+            logits, params, maxima=maxima.ctypes.data if is_known else 0
+        )
+
+    yield sample
     pool.close()
+
+
+def block_maxima(logits: np.ndarray) -> np.ndarray:
+    """What a forward pass leaves beside its logits."""
+    starts = range(0, logits.shape[1], ops.MAXIMA_BLOCK)
+    blocks = [logits[:, start : start + ops.MAXIMA_BLOCK].max(axis=1) for start in starts]
+    return np.stack(blocks, axis=1).astype(np.float32)
 
 
 def int32(*ids: int) -> np.ndarray:

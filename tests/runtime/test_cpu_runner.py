@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from palmette.kernels.cpu.ops import MAXIMA_BLOCK
 from palmette.kernels.kv_dtype import KV_DTYPES
 from palmette.runtime.cpu_runner import CpuRunner
 from palmette.runtime.torch_runner import TorchRunner
@@ -231,6 +232,22 @@ def test_a_row_may_read_what_another_row_of_its_step_writes(
     logits = runner.launch(batch).logits
     np.testing.assert_array_equal(logits[:13], alone[32:])
     np.testing.assert_array_equal(logits[13:], alone[:32])
+
+
+@pytest.mark.parametrize("rows", [[0], [1, 5, 12], list(range(13))])
+def test_maxima_lie_behind_the_logits(rows: list[int], tiny_models: Any, model_driver: Any) -> None:
+    runner = runner_of(tiny_models.directory("llama"))
+    whole = model_driver(runner).batch({"a": PROMPT[:13]})
+    fields = {name: getattr(whole, name) for name in whole.__slots__}
+    batch = type(whole)(**fields | {"sample_rows": np.array(rows, np.int32)})
+    logits = runner.launch(batch).logits
+    size = -(-logits.shape[1] // MAXIMA_BLOCK)
+    maxima = logits.base[logits.size :].reshape(len(rows), size)
+    starts = np.arange(size) * MAXIMA_BLOCK
+    np.testing.assert_array_equal(maxima, np.maximum.reduceat(logits, starts, axis=1))
+    assert runner._model is not None
+    assert runner._model.logits_at == logits.base.ctypes.data
+    assert runner._model.maxima_at == maxima.ctypes.data
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
