@@ -19,7 +19,7 @@ from .store import StoredPage
 
 logger = logging.getLogger(__name__)
 
-NUM_READERS = 4
+NUM_READERS = 2  # more would only take turns
 MAX_BYTES = 64 * 1024 * 1024  # of pages that are read and not taken; at least one page
 READ_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0

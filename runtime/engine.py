@@ -299,10 +299,8 @@ class Engine:
 
     def _note_stall(self) -> None:
         """Nothing could be done: after a few such steps the request in the way is failed."""
-        if self._outputs or self.is_compiling:  # ends to tell of, or none but to wait for
-            return
-        if self.cache.wait_for_reads():
-            return
+        if self._outputs or self.is_compiling or self.cache.wait_for_reads():
+            return  # ends to tell of, or nothing to do but to wait
         self._counters.stalls += 1
         self._num_stalls += 1
         if self._num_stalls >= MAX_STALLS:
@@ -447,9 +445,8 @@ class Engine:
         With a namespace, those of its tenant; while a request of it is live, nothing is done.
         """
         if namespace is not None:
-            tenant = tenant_of(namespace)
-            live = self._live.values()
-            if any(tenant_of(sequence.request.namespace) == tenant for sequence in live):
+            live = {tenant_of(sequence.request.namespace) for sequence in self._live.values()}
+            if tenant_of(namespace) in live:
                 return False
         return self.cache.flush(namespace)
 
