@@ -54,6 +54,8 @@ class Claims:
             )
         if num_tokens == 0:
             return
+        if not lease._claims:  # what it wrote for claims that fell tells nothing of these
+            lease._written = min(lease._written, start)
         node, tail = lease._cursor, lease._tail
         while True:
             if node.end > start:

@@ -568,3 +568,20 @@ def test_deep_path_needs_no_recursion() -> None:
     tree.snapshot()
     tree.check()
     assert tree.match(range(2000)) == 1999
+
+
+def test_what_was_written_for_claims_that_fell_is_not_ready_when_claimed_again() -> None:
+    """A lease that wrote the end before its beginning, which fell, has not written the middle."""
+    tree = RadixTree(num_pages=16, page_size=1)
+    first, second = tree.acquire([1, 2, 3, 4, 5]), tree.acquire([1, 2, 3, 4, 5])
+    tree.claim(first, 3)
+    tree.claim(second, 2)
+    tree.publish(second, 5)  # rests on what is not written yet
+    tree.unclaim(second)
+    tree.unclaim(first)
+    tree.claim(second, 3)
+    tree.publish(second, 1)
+    assert tree.num_cached_tokens == 1
+    tree.publish(second, 3)
+    assert tree.num_cached_tokens == 3
+    tree.check()
