@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -47,12 +48,18 @@ class Plan:
     linear_rows: tuple[int, ...] = (1, 4, 8, 16, 64, 512)
     step_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     contexts: tuple[int, ...] = (256, 1000)  # of 8 sequences that decode
+    forks: tuple[tuple[int, int], ...] = ((16, 2000),)  # sequences that decode on a shared prefix
     extended: tuple[int, ...] = (0, 1000, 3000)  # what a chunk stands on
     repetitions: int = 9
 
 
 QUICK = Plan(
-    linear_rows=(1, 8, 64), step_rows=(1, 8, 16), contexts=(256,), extended=(0,), repetitions=3
+    linear_rows=(1, 8, 64),
+    step_rows=(1, 8, 16),
+    contexts=(256,),
+    forks=(),
+    extended=(0,),
+    repetitions=3,
 )
 
 
@@ -82,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
     )
     plan = QUICK if options.quick else Plan()
     console = Console(highlight=False)
+    load = os.getloadavg()[0]  # before this adds its own
     checkpoint = open_checkpoint(resolve_model(config.model))
     pool = Pool(config.threads)
     try:
@@ -89,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
         header = (
             f"{config.model}, weights {config.weights}, kv {config.kv_dtype}, "
             f"{pool.num_threads} threads, "
-            f"{pool.library.instruction_set}"
+            f"{pool.library.instruction_set}, load {load:.1f}"
         )
         console.print(header, soft_wrap=True)
         console.print(_limits_text(limits), soft_wrap=True)
@@ -253,7 +261,12 @@ def _steps(
     contexts = [context for context in plan.contexts if context < most]
     chunk = min(CHUNK, most)
     extended = [context for context in plan.extended if context + chunk <= most]
-    tokens = max(8 * (max(contexts, default=0) + PAGE_SIZE), max(extended) + chunk)
+    forks = [(count, shared) for count, shared in plan.forks if shared < most]
+    tokens = max(
+        8 * (max(contexts, default=0) + PAGE_SIZE),
+        max((shared + count * PAGE_SIZE for count, shared in forks), default=0),
+        max(extended) + chunk,
+    )
     num_pages = max(tokens // PAGE_SIZE + 8, max(plan.step_rows))
     runner = select_runner(config).build(checkpoint, num_pages)
     token_bytes = runner.pool.page_bytes // PAGE_SIZE
@@ -281,6 +294,9 @@ def _steps(
             yield point(f"decode, contexts of {context}", batch, read=8 * context)
             batch = _batch(8, 1, context, shared=context)
             yield point(f"decode, {context} shared", batch, read=context)
+        for count, shared in forks:
+            batch = _batch(count, 1, shared, shared=shared)
+            yield point(f"decode, {shared} shared", batch, read=shared)
         for context in extended:
             work = _launch(runner, _batch(1, chunk, context))
             seconds = best_time(work, repetitions=plan.repetitions)
@@ -296,7 +312,7 @@ def _launch(runner: ModelRunner, batch: ForwardBatch) -> Callable[[], object]:
 
 def _alone(runner: ModelRunner, plan: Plan) -> dict[int, float]:
     """Seconds of a step by its number of sequences, each with a context of one page."""
-    counts = sorted({*plan.step_rows, 8})
+    counts = sorted({*plan.step_rows, 8, *(count for count, _ in plan.forks)})
     return {
         rows: best_time(
             _launch(runner, _batch(rows, 1, PAGE_SIZE - 1)), repetitions=plan.repetitions
@@ -341,7 +357,8 @@ def _limits_text(limits: Limits) -> str:
     return (
         f"limits with {threads} threads: read {rates(limits.read_gb_per_s)} GB/s, "
         f"fp32 {rates(limits.float_gmac_per_s)} GMAC/s, "
-        f"int8 {rates(limits.int8_gmac_per_s)} GMAC/s"
+        f"int8 {rates(limits.int8_gmac_per_s)} GMAC/s, "
+        f"int8 with a scale per 32 {rates(limits.group_gmac_per_s)} GMAC/s"
     )
 
 

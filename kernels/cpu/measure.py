@@ -25,6 +25,7 @@ class _Limit(IntEnum):
     READ = 0
     FLOAT = 1
     INT8 = 2
+    GROUPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +35,11 @@ class Limits:
     read_gb_per_s: tuple[float, ...]
     float_gmac_per_s: tuple[float, ...]
     int8_gmac_per_s: tuple[float, ...]
+    group_gmac_per_s: tuple[float, ...]  # int8, with a scale per group of 32
 
     def least_s(self, kind: MatrixKind, *, num_bytes: float, macs: float) -> float:
         """The time that reading and arithmetic of a matrix need at least, on all threads."""
-        peak = self.int8_gmac_per_s[-1] if kind >= MatrixKind.INT8 else self.float_gmac_per_s[-1]
+        peak = self.group_gmac_per_s[-1] if kind >= MatrixKind.INT8 else self.float_gmac_per_s[-1]
         if kind in (MatrixKind.INT8, MatrixKind.UINT4):
             macs *= 2  # two digits per activation
         return max(num_bytes / self.read_gb_per_s[-1], macs / peak) / 1e9
@@ -61,13 +63,15 @@ def measure_limits(pool: Pool) -> Limits:
         read_gb_per_s=tuple(_rate(pool, _Limit.READ, n, data) for n in threads),
         float_gmac_per_s=tuple(_rate(pool, _Limit.FLOAT, n, data) for n in threads),
         int8_gmac_per_s=tuple(_rate(pool, _Limit.INT8, n, data) for n in threads),
+        group_gmac_per_s=tuple(_rate(pool, _Limit.GROUPS, n, data) for n in threads),
     )
 
 
 def _rate(
     pool: Pool, limit: _Limit, num_threads: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]
 ) -> float:
-    count = len(data) if limit == _Limit.READ else _ROUNDS
+    rounds = _ROUNDS // 8 if limit == _Limit.GROUPS else _ROUNDS
+    count = len(data) if limit == _Limit.READ else rounds
     work = ctypes.c_int64()
     seconds = best_time(
         lambda: pool.library.call(

@@ -1,5 +1,5 @@
 // What the machine can do at most, measured with the instructions that the kernels use: reads of
-// memory, fused multiply-adds, int8 dot products. `palmette bench kernels` puts the kernels beside
+// memory, fused multiply-adds, int8 dot products, those with a scale per group. `palmette bench kernels` puts the kernels beside
 // these.
 #include "kernels.h"
 #include "team.h"
@@ -83,6 +83,31 @@ void multiply_bytes(void* context, int member) {
   job.sink += total[0];
 }
 
+// The same as a linear needs them: after each group of inputs its sum becomes a float, is scaled
+// and added.
+void multiply_groups(void* context, int member) {
+  Job& job = *(Job*)context;
+  if (member >= job.num_threads) return;
+  const FloatMode mode;
+  alignas(64) int32_t factors[W + GROUP / 4 + CHAINS / 2] = {};
+  alignas(64) float scales[CHAINS / 2 + W] = {};
+  asm volatile("" : : "r"(factors), "r"(scales) : "memory");
+  F totals[CHAINS / 2] = {};
+  for (int64_t n = 0; n < job.count; ++n) {
+    asm volatile("" : : "r"(factors), "r"(scales) : "memory");
+    I sums[CHAINS / 2] = {};
+    PM_UNROLL for (int step = 0; step < GROUP / 4; ++step)
+      PM_UNROLL for (int i = 0; i < CHAINS / 2; ++i)
+        sums[i] = best_dot(sums[i], load_int(factors), splat_int(factors[W + step + i]));
+    const F scale = load(scales);
+    PM_UNROLL for (int i = 0; i < CHAINS / 2; ++i)
+      totals[i] = fma(to_float(sums[i]), scale * splat(scales[i]), totals[i]);
+  }
+  F total{};
+  PM_UNROLL for (int i = 0; i < CHAINS / 2; ++i) total += totals[i];
+  job.sink += (int64_t)sum_lanes(total);
+}
+
 }  // namespace
 }  // namespace pm
 
@@ -103,6 +128,10 @@ int pm_limit(PmPool* pool, int64_t what, int64_t num_threads, int64_t count, con
     case PM_LIMIT_INT8:
       pool->team.run(pm::multiply_bytes, &job);
       *work = count * num_threads * pm::CHAINS * pm::W * 4;
+      return PM_OK;
+    case PM_LIMIT_GROUPS:
+      pool->team.run(pm::multiply_groups, &job);
+      *work = count * num_threads * pm::CHAINS / 2 * pm::W * pm::GROUP;
       return PM_OK;
   }
   return PM_INVALID;

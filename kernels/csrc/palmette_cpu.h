@@ -199,6 +199,7 @@ enum PmLimit : int64_t {
   PM_LIMIT_READ = 0,
   PM_LIMIT_FLOAT = 1,
   PM_LIMIT_INT8 = 2,
+  PM_LIMIT_GROUPS = 3,  // int8, with a scale per group of 32
 };
 PM_EXPORT int pm_limit(PmPool* pool, int64_t what, int64_t num_threads, int64_t count,
                        const void* data, int64_t* work);

@@ -41,13 +41,19 @@ def test_limits_of_this_machine_are_plausible() -> None:
     pool = Pool(2)
     limits = measure_limits(pool)
     pool.close()
-    for rates in (limits.read_gb_per_s, limits.float_gmac_per_s, limits.int8_gmac_per_s):
+    rates_of = (limits.read_gb_per_s, limits.float_gmac_per_s, limits.int8_gmac_per_s)
+    for rates in (*rates_of, limits.group_gmac_per_s):
         assert len(rates) == 2
         assert 0.05 < min(rates) and max(rates) < 10_000
 
 
 def test_least_time_is_that_of_what_binds() -> None:
-    limits = Limits(read_gb_per_s=(10, 20), float_gmac_per_s=(5, 10), int8_gmac_per_s=(50, 100))
+    limits = Limits(
+        read_gb_per_s=(10, 20),
+        float_gmac_per_s=(5, 10),
+        int8_gmac_per_s=(60, 120),
+        group_gmac_per_s=(50, 100),
+    )
     assert limits.least_s(MatrixKind.INT8_FAST, num_bytes=20e9, macs=1e9) == pytest.approx(1.0)
     assert limits.least_s(MatrixKind.INT8_FAST, num_bytes=1, macs=300e9) == pytest.approx(3.0)
     assert limits.least_s(MatrixKind.UINT4, num_bytes=1, macs=300e9) == pytest.approx(6.0)
