@@ -4,10 +4,13 @@ What a tenant holds is the larger of its parts of the pages and of the rows (dom
 fairness: Ghodsi et al., 2011), what it may hold its weight over the weights of all that run or
 want to:
 
-    0 ........ share ..... FAR_OVER * share ......... 1
-    |  may take from others  |   |  gives way
+    0 ........ FAR_BELOW * share ........ share ..... FAR_OVER * share ......... 1
+    |  may take from others  |                          |  gives way
 
-No livelock: whoever takes stays within its share, or had nothing and then has one sequence, and
+Between the two the queue decides alone, by tokens served: who generates slowly may rightly hold
+more rows than another.
+
+No livelock: whoever takes stays below its share, or had nothing and then has one sequence, and
 whoever gives keeps its first in rank and was over its share with what it gave. So what was given
 cannot be taken back before a request arrives, ends or grows; and the first in rank of all that
 run is never preempted.
@@ -22,6 +25,7 @@ from .config import SchedulerConfig
 from .sequence import SequenceState
 
 FAR_OVER = 1.25  # times its share: less is not worth a preemption
+FAR_BELOW = 0.5
 
 
 PagesOf = Callable[[SequenceState], int]
@@ -62,8 +66,8 @@ class DominantShare:
         running: Sequence[SequenceState],
         waiting: Iterable[SequenceState],
         is_enough: Callable[[Sequence[SequenceState]], bool],
-    ) -> list[SequenceState]:
-        """The fewest that make room for `wanting`, worst rank first; empty where none may go.
+    ) -> list[SequenceState] | None:
+        """The fewest that make room for `wanting`, worst rank first; None: it has to wait.
 
         num_pages: what it needs. running: by rank. waiting: the first of each tenant. is_enough:
         whether it fits once these are gone. O(running * victims).
@@ -85,9 +89,11 @@ class DominantShare:
             )
             return held * total / self._weight(name)
 
-        if rows[tenant] and part(tenant, more_pages=num_pages, more_rows=1) > 1.0:
-            return []
+        if rows[tenant] and part(tenant, more_pages=num_pages, more_rows=1) > FAR_BELOW:
+            return None
         victims: list[SequenceState] = []
+        if is_enough(victims):
+            return victims
         for sequence in reversed(running):
             name = sequence.request.tenant
             if name == tenant or rows[name] == 1 or part(name) <= FAR_OVER:
@@ -97,7 +103,7 @@ class DominantShare:
                 return victims
             pages[name] -= own_pages(sequence)
             rows[name] -= 1
-        return []
+        return None
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)

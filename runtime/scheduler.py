@@ -81,7 +81,7 @@ class Scheduler:
         self._step = 0
         self._now = 0.0
         self._blocked: tuple[int, int] | None = None  # (arrival, step) of the newest refusal
-        self._kept_out = (0, 0)  # (arrival, step): nobody had to give way to it
+        self._next_way = 0  # step at which to look whether somebody has to give way
 
     @property
     def num_waiting(self) -> int:
@@ -115,6 +115,7 @@ class Scheduler:
         assert self._swap.arrivals() <= waiting
 
     def submit(self, sequence: SequenceState) -> None:
+        self._next_way = 0
         if sequence.needs_grammar:
             self.compiling[sequence.arrival] = sequence
         else:
@@ -175,7 +176,7 @@ class Scheduler:
         self._step += 1
         self._now = now
         plan = StepPlan()
-        if self._shares is not None and self.running:
+        if self._shares is not None and self.running and self._step >= self._next_way:
             self._make_way(self._shares)
         self._plan_decodes(plan)
         prefills: list[SequenceState] = []
@@ -262,7 +263,7 @@ class Scheduler:
         del self.running[place]
         self._table.remove(sequence)
         lease = sequence.lease
-        self._blocked = None
+        self._blocked, self._next_way = None, 0
         assert lease is not None
         try:
             self._settle(sequence)
@@ -454,25 +455,23 @@ class Scheduler:
         return True
 
     def _make_way(self, shares: DominantShare) -> None:
-        """Put in who is kept out by tenants far over their share."""
-        head = self.waiting.head(self._now)
-        if head is None or (self._table.num_free and (self._blocked or (0,))[0] != head.arrival):
-            return  # nobody was refused
-        if self._kept_out[0] == head.arrival and self._step - self._kept_out[1] < RETRY_STEPS:
-            return
+        """Put in who is far below its share, where others far over theirs stand in the way."""
         for wanting in (heads := self.waiting.heads()):
             victims = shares.victims(
                 wanting,
                 num_pages=self._pages_for(wanting),
                 running=self.running,
                 waiting=heads,
-                is_enough=partial(self._has_room, wanting),
+                is_enough=partial(self._has_place, wanting),
             )
-            for victim in victims:
+            for victim in victims or ():
                 self.preempt(victim)
-            if victims and self._admit(wanting):  # at once: a victim may be next in the queue
+            if victims is not None and self._admit(wanting):  # a victim may be next in the queue
                 return
-        self._kept_out = head.arrival, self._step
+        self._next_way = self._step + RETRY_STEPS
+
+    def _has_place(self, sequence: SequenceState, leaving: Sequence[SequenceState]) -> bool:
+        return self._table.num_free + len(leaving) > 0 and self._has_room(sequence, leaving)
 
     def _pages_for(self, sequence: SequenceState) -> int:
         """How many it needs now beside those that the tree has."""
