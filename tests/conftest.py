@@ -15,6 +15,16 @@ from tiny_files import write_tiny_model
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--simulate",
+        type=int,
+        default=20_000,
+        metavar="N",
+        help="requests of the scheduler's long simulated run: 2000000 before a release",
+    )
+
+
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """The default model's GGUF file; tests that use it carry the marker `model`."""

@@ -16,7 +16,7 @@ from palmette.constrained.backend import select_backend
 from palmette.constrained.compiler import GrammarCompiler
 from palmette.constrained.spec import GrammarKind, GrammarSpec, Whitespace
 from palmette.kernels.batch import ForwardBatch
-from palmette.runtime.config import EngineConfig, SchedulerConfig
+from palmette.runtime.config import POLICIES, EngineConfig, SchedulerConfig
 from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import (
     Answer,
@@ -38,6 +38,7 @@ from palmette.runtime.request import (
 EOS = 256
 VOCAB = 300
 NUM_CONTENTS = 120
+NUM_IN_A_LOT = 5000  # requests whose answers are held at a time
 REGEX = GrammarSpec(kind=GrammarKind.REGEX, source="[a-f]{2}[0-9]{1,6}")
 CHOICE = GrammarSpec(kind=GrammarKind.CHOICE, source='["north", "northwest", "south"]')
 UNIQUE = GrammarSpec.json_schema(  # a residual: what repeats is taken back
@@ -73,6 +74,7 @@ class Load:
     policy: str = "priority"
     swap_bytes: int = 0
     eviction: str = "lru"
+    check_every: int = 1  # steps between two looks at all books
 
 
 class Clock:
@@ -163,6 +165,7 @@ class Simulation:
         self.load = load
         self.rng = random.Random(seed)
         self.clock = Clock()
+        self.num_steps = 0
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
         self.aborted: set[str] = set()
@@ -227,7 +230,9 @@ class Simulation:
     def step(self) -> None:
         self.clock.now += 0.01
         collect(self.answers, self.engine.step())
-        self.engine.check()
+        self.num_steps += 1
+        if self.num_steps % self.load.check_every == 0:
+            self.engine.check()
 
     def run(self) -> None:
         while len(self.requests) < self.load.num_requests or self.engine.has_work:
@@ -346,6 +351,17 @@ LOADS = {
 }
 
 
+LOT = Load(
+    page_size=16,
+    pool=512,
+    budget=256,
+    max_running=16,
+    num_requests=NUM_IN_A_LOT,
+    check_every=200,
+    swap_bytes=2**20,
+)
+
+
 @pytest.mark.parametrize("name", LOADS)
 def test_a_crowd_answers_as_each_request_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     load = LOADS[name]
@@ -376,3 +392,19 @@ def test_many_crowds_answer_as_each_request_alone(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulate(replace(LOADS[name], num_requests=2500), 100 + seed, monkeypatch)
+
+
+def test_a_long_run_answers_as_each_request_alone(
+    lot: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many lots as `--simulate` asks for, each with another seed and policy."""
+    load = replace(LOT, policy=POLICIES[lot % len(POLICIES)])
+    stats = simulate(load, 1000 + lot, monkeypatch).stats()
+    assert stats.accepted >= NUM_IN_A_LOT
+    assert min(stats.preemptions, stats.aborted, stats.cached_tokens) > 0
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "lot" in metafunc.fixturenames:
+        count = int(metafunc.config.getoption("--simulate"))
+        metafunc.parametrize("lot", range(-(-count // NUM_IN_A_LOT)))
