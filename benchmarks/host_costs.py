@@ -3,7 +3,8 @@
     python benchmarks/host_costs.py [--rounds 7] [--vocab 49152] [--page-size 16]
 
 Prints one JSON line: microseconds as [median, spread], spread = (max - min) / median over the
-rounds. The tree holds prompts of 1,024 tokens that share their first 256. The logits are normal
+rounds; `tree_growth`: what match, publish and evict cost per token, over the same in the smallest
+tree. The tree holds prompts of 1,024 tokens that share their first 256. The logits are normal
 with standard deviation 3, in 16 rows.
 """
 
@@ -26,6 +27,7 @@ from palmette.radix_cache.tree import RadixTree
 
 PROMPT_TOKENS, SHARED_TOKENS, DECODED_TOKENS, EVICTED_TOKENS = 1024, 256, 15, 128
 PROMPTS = 40  # per round
+LIFE = ("hit", "miss", "claim", "publish", "evict")  # of a prompt in the tree
 ROWS = 16
 
 Samples = dict[str, list[float]]
@@ -146,6 +148,8 @@ def main() -> None:
             for name, values in samples.items():
                 rounds[name].append(statistics.median(values))
         tree[str(num_cached)] = {name: summary(values) for name, values in rounds.items()}
+    sums = {size: sum(costs[name][0] for name in LIFE) for size, costs in tree.items()}
+    growth = {size: round(cost / sums["1000"], 2) for size, cost in sums.items()}
     logits = np.random.default_rng(1).standard_normal((ROWS, args.vocab)).astype(np.float32) * 3
     sampling: dict[str, list[float]] = {}
     for name, batch in sampling_cases(args.vocab).items():
@@ -164,6 +168,7 @@ def main() -> None:
                 "vocab": args.vocab,
                 "page_size": args.page_size,
                 "tree_us_per_token": tree,
+                "tree_growth": growth,
                 "sampling_us_per_row": sampling,
             }
         )

@@ -5,7 +5,8 @@
 Starts `palmette serve` with the default model (options after `--` go to it) and reads as many
 streams at once, whose parsing is a count of `data:`. Prints one JSON line: CPU microseconds of the
 server process per streamed token, beside those of the engine process per step, then the host's
-share of a step of an engine in this process, by phase. CPU times hold on a busy machine; the
+share of a step of an engine in this process, by phase, with as many streams and with 64 (`plan` is
+the scheduler). CPU times hold on a busy machine; the
 share does not. Linux: CPU times come from /proc.
 """
 
@@ -185,6 +186,7 @@ def host_share(streams: int, steps: int) -> dict[str, object]:
     host = [a - b for a, b in zip(samples["step"], samples["native"], strict=True)]
     shares = [h / s for h, s in zip(host, samples["step"], strict=True)]
     return {
+        "plan_share_of_step": round(medians["plan"] / medians["step"], 4),
         "host_share_of_step": round(statistics.median(shares), 4),
         "median_us": {name: round(value * 1e6) for name, value in medians.items()},
     }
@@ -205,6 +207,7 @@ def main() -> None:
         "route": args.route,
     }
     result |= serving(args) | host_share(args.streams, args.tokens)
+    result["64 sequences"] = host_share(64, 48)
     print(json.dumps(result))
 
 
