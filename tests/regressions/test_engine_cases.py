@@ -151,6 +151,24 @@ def test_RAD_06_a_prefix_of_an_aborted_prefill_is_never_foreign() -> None:
     assert run_all(engine, [wanted])["p"].token_ids == alone(wanted).token_ids
 
 
+def test_RAD_09_books_are_not_checked_while_a_request_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing runs and nothing can be admitted: that is no idle engine, and no leak."""
+    engine = fake_engine(num_pages=4, page_size=4)
+    pinned = engine._tree.acquire(range(16))  # what no request of this engine holds
+    engine.submit([request("r", [9] * 6, max_new=2)])
+    monkeypatch.setattr(Engine, "check", lambda self: pytest.fail("checked while one waits"))
+    assert engine.step() == []
+    assert engine.has_work
+    assert (engine.stats().running, engine.stats().waiting) == (0, 1)
+    engine._tree.release(pinned, keep=False)
+    answers: dict[str, Answer] = {}
+    while engine.has_work:
+        collect(answers, engine.step())
+    assert len(answers["r"].token_ids) == 2
+
+
 def test_RAD_10_no_crosstalk_under_evictions() -> None:
     rng = random.Random(10)
     engine = fake_engine(num_pages=60, page_size=4, scheduler=SchedulerConfig(max_running=32))
