@@ -20,6 +20,9 @@
 namespace pm {
 namespace {
 
+// So many queries of a block hide the time until the hardware has fetched the next one.
+constexpr int64_t MANY_QUERIES = 48;
+
 // Hands out aligned pieces of memory; without memory it only counts.
 class Scratch {
  public:
@@ -86,17 +89,16 @@ void empty(float* maximum, float* sum, float* out, int64_t num_queries, int64_t 
   std::fill_n(out, num_queries * dp, 0.0f);
 }
 
-// Asks for the block's rows ahead of time: rows of one head lie apart, so the hardware does not
-// guess them. Packed pages are read as they lie, which it does.
-void prefetch_block(const unsigned char* side, const KvLayout& kv, const int32_t* pages,
-                    int64_t kv_head, int64_t num_heads, int64_t first, int64_t count) {
+// Asks for the rows of some heads ahead of time: rows of one head lie apart, so the hardware does
+// not guess them.
+void prefetch_rows(const unsigned char* side, const KvLayout& kv, const BlockPlace& at,
+                   int64_t num_heads) {
   const int64_t row_bytes = kv.head_dim * kv.element_bytes();
-  for_page_runs(kv.page_size, pages, first, count,
-                [&](int64_t, int64_t page, int64_t token, int64_t n) {
-    for (int64_t head = kv_head; head < kv_head + num_heads; ++head) {
-      const unsigned char* at = side + page * kv.page_bytes() + kv.row_offset(head, token);
-      for (int64_t i = 0; i < n; ++i, at += kv.row_stride())
-        for (int64_t j = 0; j < row_bytes; j += 64) __builtin_prefetch(at + j, 0, 2);
+  for_page_runs(kv.page_size, at, [&](int64_t, int64_t page, int64_t token, int64_t n) {
+    for (int64_t head = at.kv_head; head < at.kv_head + num_heads; ++head) {
+      const unsigned char* row = side + page * kv.page_bytes() + kv.row_offset(head, token);
+      for (int64_t i = 0; i < n; ++i, row += kv.row_stride())
+        for (int64_t j = 0; j < row_bytes; j += 64) __builtin_prefetch(row + j, 0, 2);
     }
   });
 }
@@ -251,21 +253,25 @@ void AttentionPlan::run_block(const AttentionInput& in, const Joined& joined, Ta
       highest = std::max(highest, runs_[next].highest);
     }
     if (first <= leader.highest && first + BLOCK > leader.lowest) {
-      const int64_t count = std::min(highest + 1 - first, BLOCK);
-      const int64_t after = std::min(leader.highest + 1 - first - BLOCK, BLOCK);
-      if (!kv_.is_packed() && kv_head % kv_heads_per_piece_ == 0) {
-        prefetch_block(in.v_pages, kv_, pages(leader), kv_head, kv_heads_per_piece_, first, count);
-        if (after > 0)
-          prefetch_block(in.k_pages, kv_, pages(leader), kv_head, kv_heads_per_piece_,
-                         first + BLOCK, after);
+      const int64_t heads = kv_heads_per_piece_, head = kv_head % heads;
+      const auto place = [&](int64_t at_head, int64_t at, int64_t last) {
+        return BlockPlace{pages(leader), at_head, at, std::min(last + 1 - at, BLOCK)};
+      };
+      const BlockPlace at = place(kv_head, first, highest);
+      const BlockPlace after = place(kv_head - head, first + BLOCK, leader.highest);
+      if (!kv_.is_packed() && head == 0) {
+        prefetch_rows(in.v_pages, kv_, at, heads);
+        prefetch_rows(in.k_pages, kv_, after, heads);
       }
       set_visible(task, query, end, first, in.window);
       if (kv_.kind == PM_KV_INT8) {
-        gather_int8(task, in, pages(leader), kv_head, first, count);
-        attend_int8(task, query, end, count);
+        BlockPlace next = head + 1 < heads ? place(kv_head + 1, first, highest) : after;
+        if (end - query > MANY_QUERIES) next.count = 0;
+        gather_int8(task, in, at, next);
+        attend_int8(task, query, end, at.count);
       } else {
-        gather_float(task, in, pages(leader), kv_head, first, count);
-        attend_float(task, query, end, count);
+        gather_float(task, in, at);
+        attend_float(task, query, end, at.count);
       }
     }
     query = end;

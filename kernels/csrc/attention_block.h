@@ -23,13 +23,27 @@ struct FloatBlock {
   const float* v_rows[BLOCK];
 };
 
+// Up to BLOCK positions of one kv head, from position `first` on, in a sequence's pages.
+struct BlockPlace {
+  const int32_t* pages;
+  int64_t kv_head, first, count;
+};
+
+// Of each run of positions of a block: word j of K of position i at j * k_stride + i; V of the
+// positions 4 s .. 4 s + 3 at s * v_stride.
+struct IntRuns {
+  const int32_t* k[BLOCK / RUN];
+  const int32_t* v[BLOCK / RUN];
+};
+
 // The block of a PM_KV_INT8 pool. Words hold four bytes, of four neighbours in D or in positions.
 struct IntBlock {
   int32_t* q;             // [nq, words]
   float* q_scale;         // [nq], with 1 / sqrt(D)
   int32_t* q_start;       // [nq]: where a dot product starts, see SIGNED_OFFSET
-  const int32_t* k[BLOCK / RUN];  // of each run of positions: word j of position i at
-  const int32_t* v[BLOCK / RUN];  // j * k_stride + i; positions 4 s .. 4 s + 3 at s * v_stride
+  IntRuns runs;
+  IntRuns next;           // of the block to ask for ahead of time
+  bool has_next;
   int64_t k_stride, v_stride;     // words
   int32_t* kt;            // [words padded to W, BLOCK] where pages are not packed
   int32_t* vt;            // [BLOCK / 4, Dp]
@@ -57,23 +71,21 @@ struct Task {
 // Query `index` of the task: q [D].
 void set_query_float(Task* task, int64_t index, const float* q);
 void set_query_int8(Task* task, int64_t index, const float* q);
-// K and V of the positions first .. first + count of one kv head.
-void gather_float(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
-                  int64_t first, int64_t count);
-void gather_int8(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
-                 int64_t first, int64_t count);
+// K and V of the block; asks for those of the next one, where few queries read this one.
+void gather_float(Task* task, const AttentionInput& in, const BlockPlace& place);
+void gather_int8(Task* task, const AttentionInput& in, const BlockPlace& place,
+                 const BlockPlace& next);
 // The queries first .. last against the gathered block, each its visible positions.
 void attend_float(Task* task, int64_t first, int64_t last, int64_t count);
 void attend_int8(Task* task, int64_t first, int64_t last, int64_t count);
 
 // visit(i, page, token, n): positions first + i .. + n lie in the page from its token on.
 template <typename Visit>
-PM_INLINE void for_page_runs(int64_t page_size, const int32_t* pages, int64_t first, int64_t count,
-                             Visit visit) {
-  int64_t page = first / page_size, token = first % page_size;
-  for (int64_t i = 0; i < count; ++page, token = 0) {
-    const int64_t n = std::min(count - i, page_size - token);
-    visit(i, (int64_t)pages[page], token, n);
+PM_INLINE void for_page_runs(int64_t page_size, const BlockPlace& at, Visit visit) {
+  int64_t page = at.first / page_size, token = at.first % page_size;
+  for (int64_t i = 0; i < at.count; ++page, token = 0) {
+    const int64_t n = std::min(at.count - i, page_size - token);
+    visit(i, (int64_t)at.pages[page], token, n);
     i += n;
   }
 }

@@ -158,14 +158,12 @@ void set_query_float(Task* task, int64_t index, const float* q) {
 }
 
 // Positions past `count` read zeros (they are masked anyway).
-void gather_float(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
-                  int64_t first, int64_t count) {
+void gather_float(Task* task, const AttentionInput& in, const BlockPlace& place) {
   const int64_t d = task->d, dp = task->dp, stride = in.kv.row_stride();
   FloatBlock& b = task->floats;
   const bool is_wide = in.kv.kind == PM_KV_F32;
-  for_page_runs(in.kv.page_size, pages, first, count,
-                [&](int64_t i, int64_t page, int64_t token, int64_t n) {
-    int64_t at = page * in.kv.page_bytes() + in.kv.row_offset(kv_head, token);
+  for_page_runs(in.kv.page_size, place, [&](int64_t i, int64_t page, int64_t token, int64_t n) {
+    int64_t at = page * in.kv.page_bytes() + in.kv.row_offset(place.kv_head, token);
     for (const int64_t end = i + n; i < end; ++i, at += stride) {
       b.k_rows[i] = (const float*)(in.k_pages + at);
       b.v_rows[i] = (const float*)(in.v_pages + at);
@@ -179,8 +177,8 @@ void gather_float(Task* task, const AttentionInput& in, const int32_t* pages, in
       }
     }
   });
-  for (int64_t i = count; i < BLOCK; ++i) b.k_rows[i] = b.v_rows[i] = b.zeros;
-  for (int64_t i = 0; i < count; i += W) {
+  for (int64_t i = place.count; i < BLOCK; ++i) b.k_rows[i] = b.v_rows[i] = b.zeros;
+  for (int64_t i = 0; i < place.count; i += W) {
     int64_t column = 0;
     for (; column + W <= d; column += W)
       transpose(b.k_rows + i, column, b.kt + column * BLOCK + i, BLOCK);

@@ -40,16 +40,22 @@ template <int R>
 void score_tile(const IntBlock& block, int64_t words, int64_t query, int from, Group* group,
                 int64_t row) {
   const int32_t* q = block.q + query * words;
-  const int32_t* k[CHUNK];
+  const int32_t *k[CHUNK], *next[CHUNK];
   I acc[R][CHUNK];
-  PM_UNROLL for (int c = 0; c < CHUNK; ++c)
-    k[c] = block.k[(from + c) * W / RUN] + (from + c) * W % RUN;
+  PM_UNROLL for (int c = 0; c < CHUNK; ++c) {
+    const int run = (from + c) * W / RUN, position = (from + c) * W % RUN;
+    k[c] = block.runs.k[run] + position;
+    next[c] = block.next.k[run] + position;
+  }
   PM_UNROLL for (int r = 0; r < R; ++r)
     PM_UNROLL for (int c = 0; c < CHUNK; ++c) acc[r][c] = splat_int(block.q_start[query + r]);
   const I flip = splat_int((int32_t)(SIGNED_OFFSET * 0x01010101u));  // b + 128 is b ^ 128
   for (int64_t j = 0, at = 0; j < words; ++j, at += block.k_stride) {
     I w[CHUNK];
-    PM_UNROLL for (int c = 0; c < CHUNK; ++c) w[c] = load_int(k[c] + at) ^ flip;
+    PM_UNROLL for (int c = 0; c < CHUNK; ++c) {
+      if (block.has_next && c * W % RUN == 0) prefetch(next[c] + at);
+      w[c] = load_int(k[c] + at) ^ flip;
+    }
     PM_UNROLL for (int r = 0; r < R; ++r) {
       const I x = splat_int(q[r * words + j]);
       PM_UNROLL for (int c = 0; c < CHUNK; ++c) acc[r][c] = dot4_signed(acc[r][c], w[c], x);
@@ -77,10 +83,13 @@ void value_tile(const Group& group, int64_t row, const IntBlock& block, int64_t 
   PM_UNROLL for (int r = 0; r < R; ++r)
     PM_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = I{};
   for (int64_t run = 0; run < runs; ++run) {
-    const int32_t* at = block.v[run] + offset;
-    for (int64_t s = 0; s < RUN / 4; ++s, at += block.v_stride) {
+    const int32_t *at = block.runs.v[run] + offset, *next = block.next.v[run] + offset;
+    for (int64_t s = 0; s < RUN / 4; ++s, at += block.v_stride, next += block.v_stride) {
       I v[C];
-      PM_UNROLL for (int c = 0; c < C; ++c) v[c] = load_int(at + c * W);
+      PM_UNROLL for (int c = 0; c < C; ++c) {
+        if (block.has_next && c * W % RUN == 0) prefetch(next + c * W);
+        v[c] = load_int(at + c * W);
+      }
       PM_UNROLL for (int r = 0; r < R; ++r) {
         int32_t word;
         std::memcpy(&word, group.weights[row + r] + run * RUN + s * 4, 4);
@@ -237,66 +246,82 @@ void softmax_group(Task* task, int64_t first, int64_t queries, Group* group) {
 
 // Rows of the block's K or V as the pool has them, or padded with zeros to whole vectors of words.
 void find_rows(Task* task, const AttentionInput& in, const unsigned char* side,
-               const int32_t* pages, int64_t kv_head, int64_t first, int64_t count,
-               const unsigned char** rows, float* scales) {
+               const BlockPlace& place, const unsigned char** rows, float* scales) {
   const int64_t d = task->d, width = padded(task->words) * 4;
-  for_page_runs(in.kv.page_size, pages, first, count,
-                [&](int64_t i, int64_t page, int64_t token, int64_t n) {
+  for_page_runs(in.kv.page_size, place, [&](int64_t i, int64_t page, int64_t token, int64_t n) {
     const unsigned char* at = side + page * in.kv.page_bytes();
-    std::memcpy(scales + i, at + in.kv.scale_offset(kv_head, token), (size_t)n * sizeof(float));
-    at += in.kv.row_offset(kv_head, token);
+    const unsigned char* from = at + in.kv.scale_offset(place.kv_head, token);
+    std::memcpy(scales + i, from, (size_t)n * sizeof(float));
+    at += in.kv.row_offset(place.kv_head, token);
     for (const int64_t end = i + n; i < end; ++i, at += d) rows[i] = at;
   });
-  for (int64_t i = 0; i < count && width != d; ++i) {
+  for (int64_t i = 0; i < place.count && width != d; ++i) {
     unsigned char* row = task->ints.rows + i * width;
     std::memcpy(row, rows[i], (size_t)d);
     std::memset(row + d, 0, (size_t)(width - d));
     rows[i] = row;
   }
-  for (int64_t i = count; i < BLOCK; ++i) rows[i] = rows[0];  // weight 0
+  for (int64_t i = place.count; i < BLOCK; ++i) rows[i] = rows[0];  // weight 0
 }
 
 // The bytes of the block from pages that are not packed.
-void gather_rows(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
-                 int64_t first, int64_t count) {
+void gather_rows(Task* task, const AttentionInput& in, const BlockPlace& place) {
   IntBlock& b = task->ints;
   const unsigned char* rows[BLOCK];
-  find_rows(task, in, in.k_pages, pages, kv_head, first, count, rows, b.k_scale);
-  for (int64_t i = 0; i < count; i += W)
+  find_rows(task, in, in.k_pages, place, rows, b.k_scale);
+  for (int64_t i = 0; i < place.count; i += W)
     for (int64_t j = 0; j < task->words; j += W)
       transpose((const float* const*)rows + i, j, (float*)b.kt + j * BLOCK + i, BLOCK);
-  find_rows(task, in, in.v_pages, pages, kv_head, first, count, rows, b.v_scale);
-  for (int64_t i = 0; i < count; i += 4)
+  find_rows(task, in, in.v_pages, place, rows, b.v_scale);
+  for (int64_t i = 0; i < place.count; i += 4)
     for (int64_t j = 0; j < task->dp; j += W)
       interleave(rows + i, j, b.vt + i / 4 * task->dp + j);
   b.k_stride = BLOCK;
   b.v_stride = task->dp;
   for (int64_t r = 0; r < RUNS; ++r) {
-    b.k[r] = b.kt + r * RUN;
-    b.v[r] = b.vt + r * RUN / 4 * task->dp;
+    b.runs.k[r] = b.kt + r * RUN;
+    b.runs.v[r] = b.vt + r * RUN / 4 * task->dp;
   }
+  b.next = b.runs;
+  b.has_next = false;
 }
 
-// Packed pages are read where they lie.
-void find_packed(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
-                 int64_t first, int64_t count) {
-  IntBlock& b = task->ints;
-  b.k_stride = in.kv.page_size;
-  b.v_stride = task->d;
-  const int64_t head_offset = in.kv.row_offset(kv_head, 0), page_bytes = in.kv.page_bytes();
-  for_page_runs(in.kv.page_size, pages, first, count,
-                [&](int64_t i, int64_t page, int64_t token, int64_t n) {
+// Packed pages are read where they lie. visit(i, scales of K, of V): of the RUN positions from i.
+template <typename Visit>
+PM_INLINE void find_packed(const AttentionInput& in, const BlockPlace& place, IntRuns* runs,
+                           Visit visit) {
+  const KvLayout& kv = in.kv;
+  const int64_t head = kv.row_offset(place.kv_head, 0), page_bytes = kv.page_bytes();
+  for_page_runs(kv.page_size, place, [&](int64_t i, int64_t page, int64_t token, int64_t n) {
     const unsigned char* k_page = in.k_pages + page * page_bytes;
     const unsigned char* v_page = in.v_pages + page * page_bytes;
     for (const int64_t end = i + n; i < end; i += RUN, token += RUN) {
-      b.k[i / RUN] = (const int32_t*)(k_page + head_offset) + token;
-      b.v[i / RUN] = (const int32_t*)(v_page + head_offset + token * task->d);
-      const int64_t scale_offset = in.kv.scale_offset(kv_head, token);
-      std::memcpy(b.k_scale + i, k_page + scale_offset, RUN * sizeof(float));
-      std::memcpy(b.v_scale + i, v_page + scale_offset, RUN * sizeof(float));
+      runs->k[i / RUN] = (const int32_t*)(k_page + head) + token;
+      runs->v[i / RUN] = (const int32_t*)(v_page + head + token * kv.head_dim);
+      const int64_t scales = kv.scale_offset(place.kv_head, token);
+      visit(i, k_page + scales, v_page + scales);
     }
   });
-  for (int64_t r = (count + RUN - 1) / RUN; r < RUNS; ++r) b.k[r] = b.k[0];  // seen by no query
+}
+
+void gather_packed(Task* task, const AttentionInput& in, const BlockPlace& place,
+                   const BlockPlace& next) {
+  IntBlock& b = task->ints;
+  b.k_stride = in.kv.page_size;
+  b.v_stride = task->d;
+  find_packed(in, place, &b.runs,
+              [&](int64_t i, const unsigned char* k_scales, const unsigned char* v_scales) {
+    std::memcpy(b.k_scale + i, k_scales, RUN * sizeof(float));
+    std::memcpy(b.v_scale + i, v_scales, RUN * sizeof(float));
+  });
+  for (int64_t r = (place.count + RUN - 1) / RUN; r < RUNS; ++r)
+    b.runs.k[r] = b.runs.v[r] = b.runs.k[0];  // seen by no query
+  b.next = b.runs;
+  b.has_next = next.count > 0;
+  find_packed(in, next, &b.next, [](int64_t, const unsigned char* k, const unsigned char* v) {
+    prefetch(k);
+    prefetch(v);
+  });
 }
 
 }  // namespace
@@ -311,13 +336,13 @@ void set_query_int8(Task* task, int64_t index, const float* q) {
   b.q_start[index] = -SIGNED_OFFSET * sum;
 }
 
-void gather_int8(Task* task, const AttentionInput& in, const int32_t* pages, int64_t kv_head,
-                 int64_t first, int64_t count) {
+void gather_int8(Task* task, const AttentionInput& in, const BlockPlace& place,
+                 const BlockPlace& next) {
   IntBlock& b = task->ints;
   if (in.kv.is_packed())
-    find_packed(task, in, pages, kv_head, first, count);
+    gather_packed(task, in, place, next);
   else
-    gather_rows(task, in, pages, kv_head, first, count);
+    gather_rows(task, in, place);
   // A scale of V that is not a number must show in the rows that see it.
   PM_UNROLL for (int v = 0; v < VECTORS; ++v) {
     const F k_scale = load(b.k_scale + v * W), v_scale = load(b.v_scale + v * W);
