@@ -290,6 +290,7 @@ class Forest:
 
     def _let_go(self, pin: Pin) -> None:
         """Take a pin's locks away, and its pages off the books."""
+        self._clock += 1  # two that end at once are of different age all the same
         self._pins.remove(pin)
         for node in pin.tail.path():
             node.pins -= 1

@@ -88,6 +88,8 @@ class Model:
         self.now = 0.0
         self.pins: dict[Key, tuple[int, float]] = {}  # by its last page: number, when it ends
         self.num_pins = 0
+        self.pin_order: dict[Key, int] = {}  # when its end was set
+        self.num_prolonged = 0
         self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache
         self.tree: dict[Key, Page] = {}
         self.leases: list[ModelLease] = []
@@ -235,11 +237,15 @@ class Model:
         if last in self.pins:
             number, until = self.pins[last]
             self.pins[last] = number, max(until, expires_at)
+            if expires_at > until:
+                self.pin_order[last] = self.num_prolonged
         else:
             self.num_pins += 1
             self.pins[last] = -self.num_pins, expires_at
+            self.pin_order[last] = self.num_prolonged
             for page in pages:
                 page.holders.add(-self.num_pins)
+        self.num_prolonged += 1
         return len(pages) * self.page_size
 
     def is_pinned(self, page: Page) -> bool:
@@ -251,6 +257,7 @@ class Model:
         return max(0, min(self.max_pinned - own, self.num_pages // 2 - len(pinned)))
 
     def let_go(self, last: Key) -> None:
+        self.clock += 1
         number, _ = self.pins.pop(last)
         for key, page in self.tree.items():
             if number in page.holders and key[0] == last[0]:
@@ -259,8 +266,8 @@ class Model:
 
     def advance(self, now: float) -> None:
         self.now = now
-        due = [(until, last) for last, (_, until) in self.pins.items() if until <= now]
-        for _, last in sorted(due):
+        due = [last for last, (_, until) in self.pins.items() if until <= now]
+        for last in sorted(due, key=lambda last: (self.pins[last][1], self.pin_order[last])):
             self.let_go(last)
 
     def children(self, page: Page) -> list[Page]:
