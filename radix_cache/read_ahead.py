@@ -43,7 +43,8 @@ class ReadAhead:
         self._to_read: deque[bytes] = deque()
         self._to_check: deque[bytes] = deque()
         self._done: deque[tuple[bytes, StoredPage | None]] = deque()
-        self._busy: list[bytes] = []
+        self._reading: set[bytes] = set()
+        self._num_busy = 0
         self._closing = False
         self._readers = [
             threading.Thread(target=self._run, name=f"palmette-read-{i}", daemon=True)
@@ -122,7 +123,7 @@ class ReadAhead:
         """Until nothing is to be read or checked; False after the timeout."""
         with self._lock:
             return self._lock.wait_for(
-                lambda: not (self._to_read or self._to_check or self._busy), timeout_s
+                lambda: not (self._to_read or self._to_check or self._num_busy), timeout_s
             )
 
     def clear(self) -> None:
@@ -130,7 +131,7 @@ class ReadAhead:
         with self._lock:
             self._to_read.clear()
             self._to_check.clear()
-            self._lost.update(digest for digest in self._busy if digest in self._pending)
+            self._lost = set(self._reading)  # what was only queued will never come
         self._pending.clear()
         self._arrived.clear()
 
@@ -155,7 +156,9 @@ class ReadAhead:
                     return
                 is_wanted = bool(self._to_read)
                 digest = (self._to_read or self._to_check).popleft()
-                self._busy.append(digest)
+                self._num_busy += 1
+                if is_wanted:
+                    self._reading.add(digest)
             page: StoredPage | None = None
             try:
                 if is_wanted:
@@ -166,7 +169,8 @@ class ReadAhead:
                 logger.exception("prefix cache: a page could not be read")
                 self._disk.suspect([digest])
             with self._lock:
-                self._busy.remove(digest)
+                self._num_busy -= 1
                 if is_wanted:
+                    self._reading.discard(digest)
                     self._done.append((digest, page))
                 self._lock.notify_all()

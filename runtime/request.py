@@ -107,6 +107,7 @@ class LogprobOptions:
 
 
 MAX_HINTED_PREFIXES = 16
+MAX_HINTED_USES = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,14 +323,14 @@ def check_request(request: Request, info: EngineInfo) -> None:
 
 
 def _check_hint(hint: ReuseHint, num_prompt: int) -> None:
-    if not 0 <= hint.future_uses < 2**31:
-        raise _out_of_range("future_uses", hint.future_uses, f"0..{2**31 - 1}")
+    if not 0 <= hint.future_uses <= MAX_HINTED_USES:
+        raise _out_of_range("future_uses", hint.future_uses, f"0..{MAX_HINTED_USES}")
     _check_count("prefixes", len(hint.prefixes), MAX_HINTED_PREFIXES)
     for length, uses in hint.prefixes:
         if not 0 < length <= num_prompt:
             raise _out_of_range("prefixes", length, f"1..{num_prompt}, the tokens of the prompt")
-        if not 0 <= uses < 2**31:
-            raise _out_of_range("prefixes", uses, f"0..{2**31 - 1}")
+        if not 0 <= uses <= MAX_HINTED_USES:
+            raise _out_of_range("prefixes", uses, f"0..{MAX_HINTED_USES}")
     for name, seconds in (("ttl_s", hint.ttl_s), ("pin_s", hint.pin_s)):
         if seconds is not None and not 0 < seconds < math.inf:
             raise _out_of_range(name, seconds, "> 0 and finite")

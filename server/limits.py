@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from palmette.constrained.spec import GrammarKind, GrammarSpec, Whitespace
 from palmette.runtime.request import (
+    MAX_HINTED_USES,
     EngineInfo,
     Limits,
     LogprobOptions,
@@ -117,7 +118,7 @@ def make_requests(
             )
             if choice_index == 0:
                 try:
-                    check_request(request, info)
+                    check_request(replace(request, hint=plan.hint), info)
                 except RequestError as error:
                     raise from_request_error(error, names) from None
             requests.append(request)
@@ -131,8 +132,9 @@ def _hint_of(hint: ReuseHint, num_later: int, num_same: int) -> ReuseHint:
     """
     if not num_later:
         return hint
-    prefixes = tuple((length, uses + num_later) for length, uses in hint.prefixes)
-    return replace(hint, future_uses=hint.future_uses + num_same, prefixes=prefixes)
+    prefixes = tuple((n, min(uses + num_later, MAX_HINTED_USES)) for n, uses in hint.prefixes)
+    uses = min(hint.future_uses + num_same, MAX_HINTED_USES)
+    return replace(hint, future_uses=uses, prefixes=prefixes)
 
 
 def new_call_id(prefix: str) -> str:

@@ -47,11 +47,15 @@ def plan(options: argparse.Namespace) -> int:
     if is_as_kept and checkpoint is not None:
         wanted = replace(wanted, weight_bytes=kept_bytes("auto", checkpoint))
         weights = kept_name("auto", checkpoint)
-    made = plan_device(model, wanted)
-    if options.json:
-        print(json.dumps(as_json(options.model, model, made)))
-    else:
-        print("\n".join(lines(options.model, model, made, wanted, weights)))
+    try:
+        made = plan_device(model, wanted)
+        if options.json:
+            text = json.dumps(as_json(options.model, model, made))
+        else:
+            text = "\n".join(lines(options.model, model, made, wanted, weights))
+    except OverflowError:
+        raise ValueError("a number is far beyond any device; see --help for the units") from None
+    print(text)
     return 0
 
 

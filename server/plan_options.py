@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from fractions import Fraction
 
 from palmette.kernels.kv_dtype import KV_DTYPES
 from palmette.runtime.device_plan import PLANNED_WEIGHTS, PlanOptions
@@ -27,7 +28,7 @@ def parse_size(text: str) -> int:
     units = {unit.lower(): count for unit, count in _UNITS.items()}
     if match is None or match[2].lower() not in units:
         raise ValueError(f"size: {text!r} is not understood; write 80GB (10^9) or 80GiB (2^30)")
-    return int(float(match[1]) * units[match[2].lower()])
+    return int(Fraction(match[1]) * units[match[2].lower()])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -303,6 +303,39 @@ def test_a_tenant_is_forgotten_at_once_and_alone(tmp_path: Path) -> None:
     disk.close()
 
 
+@pytest.mark.parametrize("fault", ["unreadable", "undeletable"])
+def test_one_bad_file_keeps_no_other_of_a_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    disk = open_store(tmp_path)
+    mine, other = path_of(8), page(b"o" * PAGE, namespace=("key", "b"))
+    disk.put([*mine, other])
+    assert disk.wait()
+    bad = min(page_file.page_path(disk._folder, each.digest) for each in mine)
+    read, unlink = page_file.read_namespace, Path.unlink
+
+    def refuse_to_read(path: Path) -> tuple[str, ...] | None:
+        if path == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    def refuse_to_unlink(path: Path, missing_ok: bool = False) -> None:
+        if path == bad:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path, missing_ok)
+
+    if fault == "unreadable":
+        monkeypatch.setattr(page_file, "read_namespace", refuse_to_read)
+    else:
+        monkeypatch.setattr(Path, "unlink", refuse_to_unlink)
+    disk.clear(("key", "a"))
+    assert disk.wait()
+    assert [get(disk, each) for each in mine] == [None] * 8
+    assert set(on_disk(tmp_path)) == {bad.stem, other.digest.hex()}
+    assert get(disk, other) == other.data
+    disk.close()
+
+
 def test_clear_forgets_files_and_queue(tmp_path: Path) -> None:
     disk = open_store(tmp_path)
     disk.put(path_of(30))

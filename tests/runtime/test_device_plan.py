@@ -142,6 +142,14 @@ def test_what_is_no_size(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize("flag", ["memory", "token-budget", "concurrency", "group-size"])
+def test_numbers_beyond_all_devices_are_told(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--model", "llama-2-7b", "--memory", "80GB", f"--{flag}", "9" * 400]
+    assert main(command) == (0 if flag == "group-size" else 2)
+    printed = capsys.readouterr()
+    assert flag == "group-size" or "a number is far beyond any device" in printed.err
+
+
 def test_the_command_prints_the_breakdown(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--model", "llama-2-70b", "--memory", "80GB", "--weights", "int4"]
     assert main([*command, "--workspace", "3GB", "--overhead", "2GB"]) == 0

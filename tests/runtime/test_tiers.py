@@ -233,6 +233,26 @@ def test_a_disk_that_never_answers_costs_a_while_and_no_request(
     assert run(warm, prompt()).disk_tokens == 20
 
 
+def test_a_flush_while_the_disk_does_not_answer_ends_no_reading_for_good(
+    warm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("palmette.radix_cache.read_ahead.READ_TIMEOUT_S", 0.05)
+    gate = Gate(monkeypatch)
+    assert run(warm, prompt()).computed_tokens == 21  # two pages are being read, three given up
+    assert warm.flush_cache()
+    gate.is_open.set()
+    wait_for_checks(warm)
+    assert run(warm, prompt()).computed_tokens == 21
+    assert warm.cache.tiers is not None and warm.cache.tiers.disk is not None
+    assert warm.cache.tiers.disk.wait(WAIT_S)
+    while warm.cache.has_work:
+        steps(warm, 1)
+    assert warm.cache.tiers.disk.wait(WAIT_S)
+    warm.cache.tree.evict(64)
+    monkeypatch.setattr("palmette.radix_cache.read_ahead.READ_TIMEOUT_S", WAIT_S)
+    assert run(warm, prompt()).disk_tokens == 20
+
+
 def test_who_waits_for_the_disk_can_be_aborted_preempted_and_late(
     warm: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,3 +130,27 @@ def test_hints_out_of_range_are_400_by_their_name(
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, field)
         assert told in error["message"]
+
+
+@pytest.mark.parametrize("value", [-1, -2, 2**31])
+@pytest.mark.parametrize("name", ["cache_future_uses", "cache_prefixes"])
+def test_what_is_added_for_other_choices_hides_no_hint_out_of_range(
+    server: RunningServer, name: str, value: int
+) -> None:
+    hint = value if name == "cache_future_uses" else [[1, value]]
+    for answer in (
+        server.complete(prompt="x", n=2, max_tokens=1, **{name: hint}),
+        server.post("/generate", {"text": "x", "sampling_params": {"n": 2}, name: hint}),
+    ):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, name)
+        assert f"{value} is out of range" in error["message"]
+
+
+def test_hints_at_the_end_of_their_range_are_taken_for_several_choices(
+    server: RunningServer,
+) -> None:
+    most = 2**31 - 1
+    hints = {"cache_future_uses": most, "cache_prefixes": [[1, most]]}
+    answer = server.complete(prompt=["x", "xy"], n=2, max_tokens=1, **hints)
+    assert (answer.status_code, len(answer.json()["choices"])) == (200, 4)
