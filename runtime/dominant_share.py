@@ -14,12 +14,16 @@ No livelock: whoever takes stays below its share, or had nothing and then has on
 whoever gives keeps its first in rank and was over its share with what it gave. So what was given
 cannot be taken back before a request arrives, ends or grows; and the first in rank of all that
 run is never preempted.
+
+No starvation: who needs nobody to leave goes in only if nobody further behind, who has less than
+its share, waits for more room: else the small would take up, one by one, what the large waits for.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 
 from .config import SchedulerConfig
 from .sequence import SequenceState
@@ -64,13 +68,14 @@ class DominantShare:
         *,
         num_pages: int,
         running: Sequence[SequenceState],
-        waiting: Iterable[SequenceState],
+        waiting: Sequence[SequenceState],
         is_enough: Callable[[Sequence[SequenceState]], bool],
     ) -> list[SequenceState] | None:
         """The fewest that make room for `wanting`, worst rank first; None: it has to wait.
 
-        num_pages: what it needs. running: by rank. waiting: the first of each tenant. is_enough:
-        whether it fits once these are gone. O(running * victims).
+        num_pages: what it needs. running: by rank. waiting: the first of each tenant, furthest
+        behind first, `wanting` among them. is_enough: whether it fits once these are gone.
+        O(running * victims).
         """
         own_pages = self._own_pages
         pages, rows = defaultdict[str, int](int), defaultdict[str, int](int)
@@ -93,7 +98,8 @@ class DominantShare:
             return None
         victims: list[SequenceState] = []
         if is_enough(victims):
-            return victims
+            ahead = takewhile(lambda sequence: sequence is not wanting, waiting)
+            return None if any(part(other.request.tenant) < 1 for other in ahead) else victims
         for sequence in reversed(running):
             name = sequence.request.tenant
             if name == tenant or rows[name] == 1 or part(name) <= FAR_OVER:

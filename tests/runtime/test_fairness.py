@@ -104,3 +104,24 @@ def test_a_flooding_tenant_at_most_doubles_the_times_of_another() -> None:
     alone = first_token_s("fair", floods=False)
     assert first_token_s("fair", floods=True) <= 2 * alone
     assert first_token_s("fcfs", floods=True, num_probes=2) > 5 * alone
+
+
+def test_small_requests_do_not_go_round_a_large_one_for_ever() -> None:
+    """Each fits when one of them ends; the large one fits when all but the newest have."""
+    runner = FakeRunner(lambda ids: 65, num_pages=32, page_size=4, vocab_size=300)
+    scheduler = SchedulerConfig(policy="fair", max_running=3)
+    engine = fake_engine(runner=runner, scheduler=scheduler, clock=Machine())
+    sources = {
+        "large": requests_of("large", prompt=(64, 64), new=(62, 62)),
+        "small": requests_of("small", prompt=(1, 32), new=(60, 60)),
+        "other": requests_of("other", prompt=(1, 32), new=(60, 60)),
+    }
+    num_ended = dict.fromkeys(sources, 0)
+    engine.submit([next(sources[name]) for name in ("large", "small", "small", "other", "other")])
+    for _ in range(3000):
+        for tenant, _ in ended(engine.step()):
+            num_ended[tenant] += 1
+            engine.submit([next(sources[tenant])])
+    engine.check()
+    assert num_ended["large"] >= 10, num_ended
+    assert num_ended["small"] >= 10, num_ended
