@@ -92,11 +92,15 @@ class Forest:
 
     def match(self, ids: Sequence[int], namespace: Namespace = ()) -> int:
         """How many tokens `acquire` would find now. Changes nothing, use times included."""
+        return self.match_encoded(encode(ids), namespace) if namespace in self._roots else 0
+
+    def match_encoded(self, data: bytes, namespace: Namespace = ()) -> int:
+        """`match` of ids that were encoded before."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
-        data = encode(ids)
-        node, matched = walk_down(root, data, self._match_limit(len(ids), None), self._page_bytes)
+        limit = self._match_limit(len(data) // TOKEN_BYTES, None)
+        node, matched = walk_down(root, data, limit, self._page_bytes)
         return node.start + matched // TOKEN_BYTES
 
     def evict(self, num_pages: int) -> int:
