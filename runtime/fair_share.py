@@ -11,9 +11,9 @@ others are: what it did not use then is not owed to it.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace, nsmallest
 
 from .queues import Key, Sorted
 from .sequence import SequenceState
@@ -30,7 +30,7 @@ def _request_key(sequence: SequenceState) -> Key:
 class _Share:
     """One tenant, or one program of a tenant."""
 
-    name: str
+    number: int  # among its siblings, in the order they came: of equals the smallest is first
     weight: float = 1.0
     time: float = 0.0  # virtual
     num_waiting: int = 0
@@ -45,8 +45,9 @@ class _Shares:
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._shares: dict[str, _Share] = {}
-        # (time, name): for each that waits, one at its time or earlier; the rest is stale.
-        self._heap: list[tuple[float, str]] = []
+        self._num_made = 0
+        # (time, number, share): for each that waits, one at its time or earlier; the rest is stale.
+        self._heap: list[tuple[float, int, _Share]] = []
         self._now = 0.0  # virtual time of the newest admission
 
     def find(self, name: str) -> _Share:
@@ -56,50 +57,55 @@ class _Shares:
             if len(self._shares) > MOST_IDLE:
                 self._forget_idle()
             weight = self._weights.get(name, 1.0)
-            share = self._shares[name] = _Share(name, weight=weight, time=self._now)
+            self._num_made += 1
+            share = _Share(self._num_made, weight=weight, time=self._now)
+            self._shares[name] = share
         elif share.num_waiting == share.num_running == 0:
             share.time = max(share.time, self._now)
         return share
 
     def join(self, name: str) -> _Share:
         """One more request of it waits."""
-        share = self.find(name)
-        share.num_waiting += 1
-        if share.num_waiting == 1:
+        share = self._shares.get(name)
+        if share is None or not share.num_waiting:
+            share = self.find(name)
+            share.num_waiting = 1
             self._enter(share)
+        else:
+            share.num_waiting += 1
         return share
 
     def _enter(self, share: _Share) -> None:
         """An entry at its time."""
         if len(self._heap) > 64 + 2 * len(self._shares):  # stale ones pile up
-            self._heap = [(s.time, name) for name, s in self._shares.items() if s.num_waiting]
-            heapq.heapify(self._heap)
+            self._heap = [(s.time, s.number, s) for s in self._shares.values() if s.num_waiting]
+            heapify(self._heap)
         else:
-            heapq.heappush(self._heap, (share.time, share.name))
+            heappush(self._heap, (share.time, share.number, share))
 
     def first(self) -> _Share:
         heap = self._heap
         while True:
-            time, name = heap[0]
-            share = self._shares.get(name)
-            if share is None or not share.num_waiting:
-                heapq.heappop(heap)
+            time, number, share = heap[0]
+            if not share.num_waiting:
+                heappop(heap)
             elif share.time > time:
-                heapq.heapreplace(heap, (share.time, name))
+                heapreplace(heap, (share.time, number, share))
             else:
                 return share
 
     def waiting(self, most: int) -> list[_Share]:
         """Furthest behind first. O(shares)."""
         shares = (share for share in self._shares.values() if share.num_waiting)
-        return heapq.nsmallest(most, shares, key=lambda share: (share.time, share.name))
+        return nsmallest(most, shares, key=lambda share: (share.time, share.number))
 
     def admit(self, share: _Share, num_tokens: int) -> float:
         """Charge what it is expected to take; returns the time before, which is the newest."""
         before = share.time
         share.time = before + num_tokens / share.weight
         share.num_running += 1
-        self._now = max(self._now, before)
+        if before > self._now:
+            self._now = before
         return before
 
     def settle(self, share: _Share, num_tokens: int) -> None:
@@ -140,18 +146,16 @@ class FairShare:
         self._left: tuple[int, _Place] | None = None  # (arrival, place) of the newest that left
         # By arrival, of those that run or were preempted: tokens, and who pays for them.
         self._charged: dict[int, tuple[int, _Place]] = {}
-        self._num_waiting = 0
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return len(self._places)
 
     def push(self, sequence: SequenceState) -> None:
-        request, arrival = sequence.request, sequence.arrival
+        request = sequence.request
         tenant = self._tenants.join(request.tenant)
         program = tenant.parts.join(request.program)
         program.requests.push(sequence)
-        self._places[arrival] = tenant, program
-        self._num_waiting += 1
+        self._places[sequence.arrival] = tenant, program
 
     def remove(self, sequence: SequenceState) -> None:
         arrival = sequence.arrival
@@ -160,7 +164,6 @@ class FairShare:
         program.requests.remove(sequence)
         program.num_waiting -= 1
         tenant.num_waiting -= 1
-        self._num_waiting -= 1
 
     def head(self) -> SequenceState:
         return self._first_of(self._tenants.first())

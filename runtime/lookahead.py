@@ -6,19 +6,21 @@ all prompts that pass it.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Hashable
+from heapq import heapify, heappop, heappush
 
 from palmette.radix_cache.node import TOKEN_BYTES, Node
 from palmette.radix_cache.policy import Key, Wanted
 
 from .sequence import SequenceState
 
+_Entry = tuple[Key, int]  # place, arrival
+
 
 class _Run:
     """Pages that all prompts below it share."""
 
-    __slots__ = ("children", "count", "edge", "end", "key", "parent", "places")
+    __slots__ = ("children", "count", "edge", "end", "key", "news", "parent", "places")
 
     def __init__(self, parent: _Run | None, key: Hashable, edge: bytes) -> None:
         self.parent = parent
@@ -27,7 +29,8 @@ class _Run:
         self.end: int = len(edge) + (parent.end if parent is not None else 0)  # bytes of a prompt
         self.children: dict[Hashable, _Run] = {}
         self.count = 0  # prompts here and below
-        self.places: list[tuple[Key, int]] = []  # heap of (place, arrival); some have gone
+        self.places: list[_Entry] = []  # a heap; some have gone
+        self.news: list[_Entry] = []  # not in the heap yet: most are gone before anybody asks
 
 
 class WaitingPrompts:
@@ -46,34 +49,39 @@ class WaitingPrompts:
         return len(self._ends)
 
     def add(self, sequence: SequenceState) -> None:
-        data, size = sequence.encoded_ids(), self._page_bytes
+        data, size, arrival = sequence.encoded_ids(), self._page_bytes, sequence.arrival
         whole = (len(data) - TOKEN_BYTES) // size * size  # a last token is never matched
         node = self._child(self._root, sequence.request.namespace, b"")
-        while node.end < whole:
-            key = data[node.end : node.end + size]
+        start = 0
+        while start < whole:
+            key = data[start : start + size]
             child = node.children.get(key)
             if child is None:
-                node = self._child(node, key, data[node.end : whole])
+                node = self._child(node, key, data[start:whole])
                 break
-            same = self._common(child.edge, data[node.end : whole])
-            node = child if same == len(child.edge) else self._split(child, same)
-        self._ends[sequence.arrival] = node
-        entry = (self._place_of(sequence), sequence.arrival)
-        while node.parent is not None:
+            if not data.startswith(child.edge, start) or child.end > whole:
+                child = self._split(child, self._common(child.edge, data[start:whole]))
+            node = child
+            start = node.end
+        self._ends[arrival] = node
+        entry = (self._place_of(sequence), arrival)
+        while (parent := node.parent) is not None:
             node.count += 1
-            heapq.heappush(node.places, entry)
-            node = node.parent
+            node.news.append(entry)
+            node = parent
 
     def remove(self, sequence: SequenceState) -> None:
         node = self._ends.pop(sequence.arrival)
-        while node.parent is not None:
+        while (parent := node.parent) is not None:
             node.count -= 1
             if node.count == 0:
-                del node.parent.children[node.key]
-            elif len(node.places) > 2 * node.count + 16:
-                node.places = [entry for entry in node.places if entry[1] in self._ends]
-                heapq.heapify(node.places)
-            node = node.parent
+                del parent.children[node.key]
+            elif len(node.places) + len(node.news) > 2 * node.count + 16:
+                ends = self._ends
+                node.places = [entry for entry in node.places if entry[1] in ends]
+                heapify(node.places)
+                node.news = [entry for entry in node.news if entry[1] in ends]
+            node = parent
 
     def wanted_of(self, leaf: Node) -> Wanted | None:
         """What is wanted of the path to a node of the tree. O(tokens of the path)."""
@@ -92,8 +100,11 @@ class WaitingPrompts:
             node = child
         if node is None or num_bytes == 0:
             return None
+        for entry in node.news:
+            heappush(node.places, entry)
+        node.news.clear()
         while node.places[0][1] not in self._ends:
-            heapq.heappop(node.places)
+            heappop(node.places)
         return Wanted(num_bytes // TOKEN_BYTES, node.places[0][0])
 
     def _child(self, parent: _Run, key: Hashable, edge: bytes) -> _Run:
@@ -107,7 +118,7 @@ class WaitingPrompts:
         parent = node.parent
         assert parent is not None
         upper = parent.children[node.key] = _Run(parent, node.key, node.edge[:num_bytes])
-        upper.count, upper.places = node.count, list(node.places)
+        upper.count, upper.places, upper.news = node.count, list(node.places), list(node.news)
         node.parent, node.edge = upper, node.edge[num_bytes:]
         node.key = node.edge[: self._page_bytes]
         upper.children[node.key] = node

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from math import inf
 
+from palmette.radix_cache.node import TOKEN_BYTES
 from palmette.radix_cache.policy import Program
 from palmette.radix_cache.tree import RadixTree
 
@@ -30,6 +31,7 @@ from .prompt_trie import PromptTrie, TrieNode
 from .queues import Key, Policy, Sorted, WaitingQueue, by_arrival
 from .sequence import SequenceState
 
+LOOK_AGAIN = -1  # no `num_trims` of a tree: the match may have shrunk since
 MOST_STARTS = 8192  # programs and groups whose beginning is remembered
 
 
@@ -87,19 +89,21 @@ class LongestMatch:
         self._gone: list[tuple[SequenceState, TrieNode, int]] = []
 
     def __len__(self) -> int:
-        return len(self._trie)
+        return self._trie.root.count
 
     def push(self, sequence: SequenceState) -> None:
-        self._settle()
+        if self._gone:
+            self._settle()
         self._trie.add(sequence)
-        self._offer(sequence, self._match(sequence))
+        self._offer(sequence, self._match(sequence), self._tree.num_trims)
 
     def remove(self, sequence: SequenceState) -> None:
         place = self._trie.remove(sequence)
         self._gone.append((sequence, place, self._matches.pop(sequence.arrival)))
 
     def head(self) -> SequenceState:
-        self._settle()
+        if self._gone:
+            self._settle()
         num_trims = self._tree.num_trims
         while True:
             match = -self._order[0]
@@ -113,7 +117,7 @@ class LongestMatch:
                 else:
                     heapq.heappop(bucket)
                     now = self._match(sequence)
-                    self._offer(sequence, now)
+                    self._offer(sequence, now, num_trims)
                     if now > match:
                         break
             else:
@@ -121,10 +125,15 @@ class LongestMatch:
                 heapq.heappop(self._order)
 
     def admitted(self, sequence: SequenceState) -> None:
-        place = None
+        place, num_trims = None, self._tree.num_trims
         if self._gone and self._gone[-1][0] is sequence:
             _, place, _ = self._gone.pop()
-        self._pass_on(sequence, place, sequence.num_tokens)
+            if place.items and not place.children:  # they share all its pages
+                nearest, match = next(iter(place.items.values())), place.end // TOKEN_BYTES
+                if match > self._matches[nearest.arrival]:
+                    self._offer(nearest, match, num_trims)
+                return
+        self._pass_on(sequence, place, sequence.num_tokens, num_trims)
 
     def ended(self, sequence: SequenceState) -> None:
         return None
@@ -132,34 +141,43 @@ class LongestMatch:
     def heads(self) -> list[SequenceState]:
         return [self.head()]
 
+    def _match(self, sequence: SequenceState) -> int:
+        return self._tree.match_encoded(sequence.encoded_ids(), sequence.request.namespace)
+
     def _settle(self) -> None:
         """Pass on what is known of those who left, before the trie grows."""
         while self._gone:
-            self._pass_on(*self._gone.pop())
+            self._pass_on(*self._gone.pop(), LOOK_AGAIN)
 
-    def _match(self, sequence: SequenceState) -> int:
-        return self._tree.match(sequence.all_ids(), sequence.request.namespace)
-
-    def _pass_on(self, sequence: SequenceState, place: TrieNode | None, match: int) -> None:
+    def _pass_on(
+        self, sequence: SequenceState, place: TrieNode | None, match: int, num_trims: int
+    ) -> None:
         """`match` tokens of this prompt are in the tree: so are the ones another shares of them."""
-        if not self._trie:
+        if not self._trie.root.count:
             return
-        nearest, shared = self._trie.nearest(sequence, place)
-        match = min(match, shared)
-        if match > 0:
-            if isinstance(nearest, TrieNode):
-                nearest = nearest.heaviest_item()
-            if match > self._matches[nearest.arrival]:
-                self._offer(nearest, match)
+        data = sequence.encoded_ids()
+        nearest, shared = self._trie.nearest(sequence.request.namespace, data, place)
+        if shared < match:
+            match = shared
+        if match == 0:
+            return
+        if isinstance(nearest, TrieNode):
+            if place is None and match * TOKEN_BYTES == nearest.end:
+                if nearest.passed_at == num_trims:
+                    return  # one of those in it knows, and who leaves passes it on
+                nearest.passed_at = num_trims
+            nearest = nearest.heaviest_item()
+        if match > self._matches[nearest.arrival]:
+            self._offer(nearest, match, num_trims)
 
-    def _offer(self, sequence: SequenceState, match: int) -> None:
+    def _offer(self, sequence: SequenceState, match: int, num_trims: int) -> None:
         arrival = sequence.arrival
         self._matches[arrival] = match
         bucket = self._buckets.get(match)
         if bucket is None:
             bucket = self._buckets[match] = []
             heapq.heappush(self._order, -match)
-        heapq.heappush(bucket, (arrival, self._tree.num_trims, sequence))
+        heapq.heappush(bucket, (arrival, num_trims, sequence))
 
 
 class DepthFirst:
@@ -167,44 +185,43 @@ class DepthFirst:
 
     def __init__(self, page_size: int) -> None:
         self._trie = PromptTrie(page_size)
-        self._last: SequenceState | None = None  # the one admitted last
+        self._last: tuple[Hashable, bytes] | None = None  # admitted: its namespace and prompt
+        self._place: TrieNode | None = None  # where it was, if none came since
         self._removed: tuple[SequenceState, TrieNode] | None = None  # the newest, if none came
         self._head: SequenceState | None = None
 
     def __len__(self) -> int:
-        return len(self._trie)
+        return self._trie.root.count
 
     def push(self, sequence: SequenceState) -> None:
         self._trie.add(sequence)
-        self._removed = self._head = None
+        self._removed = self._place = self._head = None
 
     def remove(self, sequence: SequenceState) -> None:
         self._removed = sequence, self._trie.remove(sequence)
         self._head = None
 
     def head(self) -> SequenceState:
+        """One of those that share most with the last; of the heaviest branch where nobody does."""
         if self._head is None:
-            self._head = self._after(self._last)
+            near: TrieNode | SequenceState = self._trie.root
+            if self._last is not None:
+                nearest, shared = self._trie.nearest(*self._last, self._place)
+                near = nearest if shared else near
+            self._head = near.heaviest_item() if isinstance(near, TrieNode) else near
         return self._head
 
     def admitted(self, sequence: SequenceState) -> None:
-        self._last, self._head = sequence, None
-        if self._trie and self._removed is not None and self._removed[0] is sequence:
-            self._head = self._after(sequence, self._removed[1])
+        removed = self._removed
+        self._last = sequence.request.namespace, sequence.encoded_ids()
+        self._place = removed[1] if removed is not None and removed[0] is sequence else None
+        self._head = None
 
     def ended(self, sequence: SequenceState) -> None:
         return None
 
     def heads(self) -> list[SequenceState]:
         return [self.head()]
-
-    def _after(self, last: SequenceState | None, place: TrieNode | None = None) -> SequenceState:
-        """One of those that share most with `last`; of the heaviest branch where nobody does."""
-        near: TrieNode | SequenceState = self._trie.root
-        if last is not None:
-            nearest, shared = self._trie.nearest(last, place)
-            near = nearest if shared else near
-        return near.heaviest_item() if isinstance(near, TrieNode) else near
 
 
 class ProgramStarts:
@@ -215,11 +232,10 @@ class ProgramStarts:
 
     def key(self, sequence: SequenceState) -> Key:
         request, arrival = sequence.request, sequence.arrival
-        program, group, began = request.program, request.hint.group, self.began(sequence)
-        place = (request.namespace, program, group)
-        joined = self._start(place, arrival) if group is not None else arrival
-        if not program:
-            began = joined
+        program, group, joined = request.program, request.hint.group, arrival
+        if group is not None:
+            joined = self._start((request.namespace, program, group), arrival)
+        began = self._start((request.namespace, program), arrival) if program else joined
         return (began, joined, -request.hint.future_uses, arrival)
 
     def began(self, sequence: SequenceState) -> int:
@@ -230,8 +246,12 @@ class ProgramStarts:
         return self._start((sequence.request.namespace, program), arrival)
 
     def _start(self, key: Key, arrival: int) -> int:
-        start = self._starts.setdefault(key, arrival)
-        self._starts.move_to_end(key)
-        if len(self._starts) > MOST_STARTS:
-            self._starts.popitem(last=False)
+        starts = self._starts
+        start = starts.get(key)
+        if start is None:
+            start = starts[key] = arrival
+            if len(starts) > MOST_STARTS:
+                starts.popitem(last=False)
+        else:
+            starts.move_to_end(key)
         return start

@@ -24,7 +24,18 @@ from .sequence import SequenceState
 class TrieNode:
     """A run of whole pages that all prompts below it share."""
 
-    __slots__ = ("_heap", "arrival", "children", "count", "edge", "end", "items", "key", "parent")
+    __slots__ = (
+        "arrival",
+        "children",
+        "count",
+        "edge",
+        "end",
+        "heap",
+        "items",
+        "key",
+        "parent",
+        "passed_at",
+    )
 
     def __init__(
         self, parent: TrieNode | None, key: Hashable, edge: bytes, end: int, arrival: int
@@ -37,26 +48,27 @@ class TrieNode:
         self.children: dict[Hashable, TrieNode | SequenceState] = {}
         self.items: OrderedDict[int, SequenceState] = OrderedDict()  # by arrival: they end here
         self.count = 0  # prompts here and below
+        self.passed_at = -1  # the tree's num_trims when a prompt here heard that it is cached
         # (-count, arrival, key) of the children, counts at least as large as they are now; made
         # when it is asked for.
-        self._heap: list[tuple[int, int, Hashable]] | None = None
+        self.heap: list[tuple[int, int, Hashable]] | None = None
 
     def note_growth(self, child: TrieNode | SequenceState, key: Hashable) -> None:
         """A child has more prompts than before. O(log children)."""
-        heap = self._heap
+        heap = self.heap
         if heap is not None:
             if len(heap) > 64 + 2 * len(self.children):
-                self._heap = None  # nobody asks, and stale entries pile up
+                self.heap = None  # nobody asks, and stale entries pile up
             else:
                 heapq.heappush(heap, (-_weight(child), child.arrival, key))
 
     def heaviest_child(self) -> TrieNode | SequenceState:
         """The child with most prompts in it, of equals the oldest. Amortised O(log children)."""
-        children, heap = self.children, self._heap
+        children, heap = self.children, self.heap
         if heap is None:
             heap = [(-_weight(child), child.arrival, key) for key, child in children.items()]
             heapq.heapify(heap)
-            self._heap = heap
+            self.heap = heap
         while True:
             negative, arrival, key = heap[0]
             child = children.get(key)
@@ -97,56 +109,43 @@ class PromptTrie:
 
     def __init__(self, page_size: int) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
-        self._root = TrieNode(None, None, b"", 0, 0)
+        self.root = TrieNode(None, None, b"", 0, 0)
         self._places: dict[int, tuple[TrieNode, bytes | None]] = {}  # by arrival; key, or an item
 
     def __len__(self) -> int:
-        return len(self._places)
-
-    @property
-    def root(self) -> TrieNode:
-        return self._root
+        return self.root.count
 
     def add(self, sequence: SequenceState) -> None:
-        data = sequence.encoded_ids()
-        size = self._page_bytes
-        whole = self._matchable(data)
-        arrival = sequence.arrival
+        data, size, arrival = sequence.encoded_ids(), self._page_bytes, sequence.arrival
+        whole = (len(data) - TOKEN_BYTES) // size * size
         node = self._of_namespace(sequence.request.namespace, arrival)
-        child: TrieNode | SequenceState | None = sequence
-        key: Hashable = None
-        while node.end < whole:
-            key = data[node.end : node.end + size]
+        start = 0
+        while start < whole:
+            key = data[start : start + size]
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = sequence
+                node.children[key] = sequence
                 self._places[arrival] = node, key
+                if node.heap is not None:
+                    node.note_growth(sequence, key)
                 break
             if not isinstance(child, TrieNode):
                 child = self._make_node(node, key, child)
-            start = node.end
-            if not data.startswith(child.edge, start):
+            if not data.startswith(child.edge, start) or child.end > whole:
                 child = self._split(child, self._common(child.edge, data[start:whole]))
             node = child
+            start = node.end
         else:
             node.items[arrival] = sequence
             self._places[arrival] = node, None
-            child, key = node, node.key
-            node.count += 1
-            if node.parent is None:
-                return
-            node = node.parent
-        self._count_up(node, child, key)
-
-    def _count_up(self, node: TrieNode, child: TrieNode | SequenceState, key: Hashable) -> None:
-        """One more prompt below `node`, in its `child`."""
         while True:
             node.count += 1
-            node.note_growth(child, key)
-            child, key = node, node.key
-            if node.parent is None:
+            parent = node.parent
+            if parent is None:
                 return
-            node = node.parent
+            if parent.heap is not None:
+                parent.note_growth(node, node.key)
+            node = parent
 
     def remove(self, sequence: SequenceState) -> TrieNode:
         """Take it out; where it was: the others there share most of its pages here."""
@@ -166,35 +165,37 @@ class PromptTrie:
             node = parent
 
     def nearest(
-        self, sequence: SequenceState, place: TrieNode | None = None
+        self, namespace: Hashable, data: bytes, place: TrieNode | None = None
     ) -> tuple[TrieNode | SequenceState, int]:
-        """Where the prompts lie that share most with `sequence`, and how many tokens they share.
+        """Where the prompts lie that share most with `data`, and how many tokens they share.
 
-        All prompts there share so many, in whole pages. place: where the sequence itself was, if
+        All prompts there share so many, in whole pages. place: where `data` itself was, if
         nothing was added since. With 0 tokens the answer means nothing.
         """
         if place is not None:
-            node: TrieNode | SequenceState = place.nearest_waiting()
+            node = place if place.count else place.nearest_waiting()
         else:
-            node = self._root.children.get(sequence.request.namespace, self._root)
-        assert isinstance(node, TrieNode)
-        if node is self._root:
+            below = self.root.children.get(namespace, self.root)
+            assert isinstance(below, TrieNode)
+            node = below
+        if node is self.root:
             return node, 0
-        data, size = sequence.encoded_ids(), self._page_bytes
-        while True:
+        size = self._page_bytes
+        while node.children:
             start = node.end
             child = node.children.get(data[start : start + size])
             if child is None:
-                return node, start // TOKEN_BYTES
+                break
             edge = child.edge if isinstance(child, TrieNode) else self._rest(child, start)
             if not isinstance(child, TrieNode) or not data.startswith(edge, start):
                 return child, (start + self._common(edge, data[start:])) // TOKEN_BYTES
             node = child
+        return node, node.end // TOKEN_BYTES
 
     def _of_namespace(self, namespace: Hashable, arrival: int) -> TrieNode:
-        node = self._root.children.get(namespace)
+        node = self.root.children.get(namespace)
         if node is None:
-            node = self._root.children[namespace] = TrieNode(self._root, namespace, b"", 0, arrival)
+            node = self.root.children[namespace] = TrieNode(self.root, namespace, b"", 0, arrival)
         assert isinstance(node, TrieNode)
         return node
 

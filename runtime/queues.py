@@ -131,6 +131,7 @@ class WaitingQueue:
         self._has_classes = has_classes
         self._ageing_s = ageing_s
         self._started = Sorted(_started_key)
+        self._num_started = 0
         self._classes: dict[float, Policy] = {}  # by rank[0]
         self._order: list[float] = []  # of the classes
         self._all: OrderedDict[int, SequenceState] = OrderedDict()  # by arrival, oldest first
@@ -153,6 +154,7 @@ class WaitingQueue:
         if sequence.has_started:
             self._all.move_to_end(sequence.arrival, last=False)
             self._started.push(sequence)
+            self._num_started += 1
         else:
             self._class(sequence.rank[0]).push(sequence)
 
@@ -162,24 +164,26 @@ class WaitingQueue:
             self._prompts.remove(sequence)
         if sequence.has_started:
             self._started.remove(sequence)
+            self._num_started -= 1
             return
-        rank = self._place(sequence)
+        rank = -float(sequence.request.priority) if self._has_classes else 0.0
         policy = self._classes[rank]
         policy.remove(sequence)
-        if not policy and self._has_classes:
+        if self._has_classes and not policy:
             del self._classes[rank]
             del self._order[bisect_left(self._order, rank)]
 
     def head(self, now: float) -> SequenceState | None:
         """Who is to be admitted next."""
-        if not self._all:
+        waiting = self._all
+        if not waiting:
             return None
-        if self._serves_oldest:
-            oldest = next(iter(self._all.values()))
+        if self._serves_oldest and self._ageing_s < inf:
+            oldest = next(iter(waiting.values()))
             if now - oldest.submitted_at >= self._ageing_s:
                 return oldest
-        rank = self._order[0] if self._order and self._classes[self._order[0]] else inf
-        if self._started and (first := self._started.head()).rank[0] <= rank:
+        rank = self._order[0] if len(waiting) > self._num_started else inf
+        if self._num_started and (first := self._started.head()).rank[0] <= rank:
             return first
         return self._classes[rank].head()
 
@@ -204,9 +208,6 @@ class WaitingQueue:
         """A sequence that ran is over."""
         if not self._has_classes:
             self._classes[0.0].ended(sequence)
-
-    def _place(self, sequence: SequenceState) -> float:
-        return -float(sequence.request.priority) if self._has_classes else 0.0
 
     def _class(self, rank: float) -> Policy:
         policy = self._classes.get(rank)

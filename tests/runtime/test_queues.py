@@ -177,6 +177,31 @@ def test_lpm_forgets_a_prefix_that_was_evicted() -> None:
     assert drain(queue) == [1, 2]
 
 
+def test_lpm_looks_again_when_who_knew_of_an_evicted_prefix_is_aborted() -> None:
+    tree = RadixTree(num_pages=16, page_size=PAGE)
+    queue = queue_of("lpm", tree=tree)
+    aborted, uncached, cached = sequence(1, [1] * 9), sequence(2, [1] * 9), sequence(3, [2] * 5)
+    for one in (aborted, uncached):
+        queue.push(one)
+    for running in (sequence(4, [1] * 9), sequence(5, [2] * 9)):
+        assert tree.flush()
+        lease = tree.acquire(running.all_ids())
+        tree.claim(lease, 9)
+        tree.publish(lease, 9)
+        queue.admit(running, 0.0)  # its prompt was read while its grammar compiled
+        tree.release(lease)
+    queue.push(cached)
+    queue.remove(aborted)
+    assert drain(queue) == [3, 2]
+
+
+def test_dfs_weight_counts_the_pages_that_a_prompt_can_use() -> None:
+    queue = queue_of("dfs-weight")
+    for arrival, tail in enumerate(([5], [], [6]), start=1):
+        queue.push(sequence(arrival, [1] * 8 + tail))  # the second computes its second page
+    assert drain(queue) == [2, 1, 3]
+
+
 def test_lpm_and_dfs_weight_look_into_one_namespace_only() -> None:
     for policy in ("lpm", "dfs-weight"):
         tree = RadixTree(num_pages=64, page_size=PAGE)
