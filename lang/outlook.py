@@ -70,8 +70,11 @@ class Outlook(NamedTuple):
     def of_scored(
         self, prompt: tuple[int, ...], count: int, *, start: int, group: str
     ) -> list[ReuseHint]:
-        """For `count` prompts that begin with the first `start` ids of `prompt` and go apart."""
-        prefixes = ((start, self.uses), *self._prefixes(prompt))
+        """For `count` prompts that begin with the first `start` ids of `prompt` and go apart.
+
+        What one of them alone shares with other calls is not told: the others are shorter, maybe.
+        """
+        prefixes = ((start, self.uses), *self._prefixes(prompt[:start]))
         return [
             ReuseHint(group=group, prefixes=_with_later(prefixes, later))
             for later in reversed(range(count))

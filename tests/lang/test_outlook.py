@@ -252,3 +252,25 @@ def line_of(state: int, sources: dict[int, int]) -> list[int]:
     while line[-1]:
         line.append(sources[line[-1]])
     return line
+
+
+@pm.function
+def alike(s: pm.ProgramState) -> None:
+    s += CONTEXT + "It is" + pm.select("what", choices=[" a very long thing to say", " so"])
+
+
+@pm.function
+def alike_branches(s: pm.ProgramState) -> None:
+    s += CONTEXT
+    forks = s.fork(4)
+    forks += "It is" + pm.select("what", choices=[" a very long thing to say", " so"])
+    forks.join()
+
+
+@pytest.mark.parametrize("program", [alike, alike_branches])
+def test_no_hint_is_longer_than_the_shortest_choice(program: pm.Function, client: Noting) -> None:
+    """Calls alike in all but their place: each shares its longest choice with those before it."""
+    states = program.run_batch([{}] * 4, backend=client)
+    assert all(state.error() is None for state in states)
+    lengths = [max((n for n, _ in hint.prefixes), default=0) for hint in client.hints]
+    assert max(lengths) == len(client.engine.tokenizer.encode(CONTEXT + "It is "))
