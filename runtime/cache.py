@@ -236,10 +236,10 @@ def told_miss(miss: Miss | None, namespace: Namespace, *, now: float) -> MissFie
         return {}
     eviction = miss.eviction
     if eviction is None:
-        return {"miss_reason": miss.reason}
+        return {"miss_reason": miss.reason.value}
     is_own = eviction.tenant == tenant_of(namespace)
     return {
-        "miss_reason": miss.reason,
+        "miss_reason": miss.reason.value,
         "evicted_ago_s": int(now - eviction.at_s),
         "evicted_by": (eviction.owner or None) if is_own else "another tenant",
     }

@@ -197,6 +197,7 @@ def test_meta_information_tells_where_tokens_came_from(client: Noting) -> None:
     assert isinstance(first, dict)
     assert isinstance(second, dict)
     assert (first["cached_tokens"], first["miss_reason"]) == (0, "never_seen")
+    assert type(first["miss_reason"]) is str
     assert first["computed_tokens"] == first["prompt_tokens"] == len(CONTEXT) + 2
     assert second["cached_tokens"] == 44  # whole pages of what the first left
     assert second["cached_tokens_details"] == {"device": 44, "host": 0, "disk": 0, "shared": 0}

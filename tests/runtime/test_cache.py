@@ -142,6 +142,7 @@ def test_a_miss_tells_whole_seconds_and_nothing_of_other_tenants() -> None:
     usage = run_all(target, [mine])["a"].usage
     assert (usage.miss_reason, usage.evicted_ago_s) == ("evicted", 6)
     assert usage.evicted_by == "another tenant"
+    assert type(usage.miss_reason) is str  # as over HTTP
 
 
 @pytest.mark.parametrize("field", ["pin_s", "ttl_s"])
