@@ -127,11 +127,13 @@ def plan_device(model: ModelConfig, options: PlanOptions) -> DevicePlan:
     max_pages = plan.left_bytes // page_bytes
     if max_pages < 1:
         gb = 1e9
+        fewest = shard_weight_bytes(model, replace(options, weights="int4"))
+        fewer = "fewer bits (--weights int4), " if fewest < weights else ""
         raise ValueError(
             f"memory: {memory / gb:.2f} GB; weights of {weights / gb:.2f} GB, workspace of "
             f"{plan.workspace_bytes / gb:.2f} GB and overhead of {plan.overhead_bytes / gb:.2f} GB "
-            f"leave no page of {page_bytes} bytes; use fewer bits (--weights int4) or more "
-            "devices (--tp)"
+            f"leave no page of {page_bytes} bytes; use {fewer}more devices (--tp) or more "
+            "memory each"
         )
     num_pages = max_pages
     if options.concurrency is not None:
@@ -142,7 +144,7 @@ def plan_device(model: ModelConfig, options: PlanOptions) -> DevicePlan:
                 f"concurrency: {options.concurrency} sequences of {context} tokens need "
                 f"{num_pages * page_bytes / 1e9:.2f} GB of K and V; "
                 f"{max_pages * page_bytes / 1e9:.2f} GB are free, for {fit}; lower --concurrency "
-                "or --context, or use --kv-dtype int8"
+                f"or --context{'' if options.kv_dtype == 'int8' else ', or use --kv-dtype int8'}"
             )
     return replace(plan, num_pages=num_pages, max_pages=max_pages)
 

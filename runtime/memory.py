@@ -83,9 +83,11 @@ def plan_memory(
         )
     pages = tokens // config.page_size
     if pages < 2:
+        given = f"give at least {2 * config.page_size}"
+        way = "free memory or choose a smaller model" if config.kv_tokens is None else given
         raise ValueError(
             f"kv_tokens: a pool of {tokens} tokens is less than two pages of {config.page_size}; "
-            f"free memory or choose a smaller model"
+            f"{way}"
         )
     return MemoryPlan(
         available_bytes=available_bytes,

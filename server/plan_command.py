@@ -81,7 +81,8 @@ def find_model(name: str) -> tuple[ModelConfig, Checkpoint | None]:
         known = ", ".join((*MODELS, *PRESETS))
         raise ValueError(
             f"model: {name} is neither a directory with config.json nor a .gguf file; or use one "
-            f"of {known}"
+            f"of {known}; nothing is fetched: for a hub id, give the path that `palmette pull` "
+            "prints"
         )
     values = read_json(config_path)
     try:

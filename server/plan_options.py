@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from palmette.kernels.kv_dtype import KV_DTYPES
 from palmette.runtime.device_plan import PLANNED_WEIGHTS, PlanOptions
+from palmette.runtime.model_store import MODELS
 from palmette.runtime.models.presets import PRESETS
 
 _UNITS = {"": 1, "B": 1} | {
@@ -15,25 +16,29 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("", 1000), ("B", 1000), ("iB", 1024))
     for power, unit in enumerate("KMGT", start=1)
 }
+_LEAST_BARE = 1024  # less without a unit is rather a unit forgotten
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `80GB`, `80GiB`, `80G` or `80000000000`.
+    """Bytes of `80GB`, `80GiB`, `80G`, `80000000000` or `0`.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these, or a small number without a unit.
     """
     match = _SIZE.fullmatch(text.strip())
     units = {unit.lower(): count for unit, count in _UNITS.items()}
     if match is None or match[2].lower() not in units:
         raise ValueError(f"size: {text!r} is not understood; write 80GB (10^9) or 80GiB (2^30)")
-    return int(Fraction(match[1]) * units[match[2].lower()])
+    number = Fraction(match[1])
+    if not match[2] and 0 < number < _LEAST_BARE:
+        raise ValueError(f"size: {text} needs a unit, as in {match[1]}GB; {match[1]}B means bytes")
+    return int(number * units[match[2].lower()])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = PlanOptions(memory_bytes=1)
-    names = ", ".join(PRESETS)
+    names = ", ".join((*MODELS, *PRESETS))
     text = f"a directory with config.json, a config.json, a .gguf file, or one of {names}"
     parser.add_argument("--model", required=True, help=text)
     parser.add_argument("--memory", required=True, help="of one device: 80GB, 24GiB, ...")

@@ -10,6 +10,8 @@ import pytest
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.device_plan import PlanOptions, num_parameters, plan_device
 from palmette.runtime.engine import Engine
+from palmette.runtime.memory import plan_memory
+from palmette.runtime.model_store import MODELS
 from palmette.runtime.models.presets import PRESETS
 from palmette.server.__main__ import main
 from palmette.server.plan_options import parse_size
@@ -117,11 +119,15 @@ def test_concurrency_sizes_the_pool_and_leaves_the_rest() -> None:
     assert plan.left_bytes > 50 * GB
     with pytest.raises(ValueError, match=r"concurrency: 1000 sequences of 8192 tokens need 1073"):
         plan_device(model, PlanOptions(memory_bytes=80 * GB, concurrency=1000))
+    with pytest.raises(ValueError, match=r"lower --concurrency or --context$"):
+        plan_device(model, PlanOptions(memory_bytes=80 * GB, concurrency=1000, kv_dtype="int8"))
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"weights of 141\.11 GB.*--weights int4.*--tp"):
         plan_device(PRESETS["llama-3-70b"], PlanOptions(memory_bytes=80 * GB))
+    with pytest.raises(ValueError, match=r"bytes; use more devices \(--tp\) or more memory each"):
+        plan_device(PRESETS["llama-3-70b"], PlanOptions(memory_bytes=20 * GB, weights="int4"))
     with pytest.raises(ValueError, match=r"context: 9000 is out of range.*1\.\.8192"):
         plan_device(PRESETS["llama-3-8b"], PlanOptions(memory_bytes=80 * GB, context=9000))
     with pytest.raises(ValueError, match="weights: 'int3' is not known"):
@@ -130,7 +136,15 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80GB", 80 * GB), ("80 gb", 80 * GB), ("1.5GiB", 3 << 29), ("24G", 24 * GB), ("77", 77)],
+    [
+        ("80GB", 80 * GB),
+        ("80 gb", 80 * GB),
+        ("1.5GiB", 3 << 29),
+        ("24G", 24 * GB),
+        ("2048", 2048),
+        ("77B", 77),
+        ("0", 0),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
@@ -148,6 +162,30 @@ def test_numbers_beyond_all_devices_are_told(flag: str, capsys: pytest.CaptureFi
     assert main(command) == (0 if flag == "group-size" else 2)
     printed = capsys.readouterr()
     assert flag == "group-size" or "a number is far beyond any device" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "available", "way"),
+    [(10, GB, "give at least 32"), (None, 1000, "free memory or choose a smaller model")],
+)
+def test_too_small_a_pool_names_its_way_out(
+    kv_tokens: int | None, available: int, way: str
+) -> None:
+    with pytest.raises(ValueError, match=f"tokens is less than two pages of 16; {way}$"):
+        plan_memory(
+            EngineConfig(kv_tokens=kv_tokens),
+            PRESETS["smollm2-135m"],
+            weight_bytes=0,
+            kv_dtype="bf16",
+            context_length=2048,
+            available_bytes=available,
+        )
+
+
+@pytest.mark.parametrize("text", ["2", "1023", "1.5"])
+def test_a_forgotten_unit_is_told(text: str) -> None:
+    with pytest.raises(ValueError, match=f"size: {text} needs a unit, as in {text}GB"):
+        parse_size(text)
 
 
 def test_the_command_prints_the_breakdown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,6 +224,16 @@ def test_an_unknown_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     told = capsys.readouterr().err
     assert told.startswith("palmette plan: model: llama-9 is neither a directory")
     assert told.count("\n") == 1
+    assert "for a hub id, give the path that `palmette pull` prints" in told
+
+
+def test_help_lists_every_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert f"or one of {', '.join((*MODELS, *PRESETS))}\n" in capsys.readouterr().out
 
 
 @pytest.mark.model
