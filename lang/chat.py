@@ -109,7 +109,8 @@ def named_format(name: str) -> ChatFormat:
         ValueError: the name is not known.
     """
     if name not in _NAMED:
-        raise ValueError(f"chat_template_name: {name!r} is not known; use one of {sorted(_NAMED)}")
+        known = ", ".join(sorted(_NAMED))
+        raise ValueError(f"chat_template_name: {name!r} is not known; use one of {known}")
     return _NAMED[name]
 
 

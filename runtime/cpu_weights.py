@@ -84,7 +84,11 @@ def plan_matrices(weights: str, checkpoint: Checkpoint) -> Iterator[MatrixPlan]:
         ValueError: `weights` is not known here, or int4 where nothing has 4 bits.
     """
     if weights not in WEIGHTS:
-        raise ValueError(f"weights: {weights!r} is not supported; use one of {WEIGHTS}")
+        note = "fp16 is for cuda; " if weights == "fp16" else ""
+        raise ValueError(
+            f"weights: {weights!r} is not supported on the CPU; {note}use one of "
+            f"{', '.join(WEIGHTS)}"
+        )
     if weights == "int4" and not _has_four_bit(checkpoint.weights):
         raise ValueError(
             f"weights: int4 keeps tensors stored as {', '.join(sorted(FOUR_BIT))};"
@@ -148,7 +152,8 @@ def kv_dtype_of(kv_dtype: str, weights: str, checkpoint: Checkpoint) -> KVDtype:
     for known in KV_DTYPES:
         if known == kv_dtype:
             return known
-    raise ValueError(f"kv_dtype: {kv_dtype!r} is not supported; use auto or one of {KV_DTYPES}")
+    words = ", ".join(("auto", *KV_DTYPES))
+    raise ValueError(f"kv_dtype: {kv_dtype!r} is not supported; use one of {words}")
 
 
 def kept_bytes(weights: str, checkpoint: Checkpoint) -> int:

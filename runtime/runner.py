@@ -79,7 +79,7 @@ def select_runner(config: EngineConfig) -> RunnerChoice:
 
     Raises:
         ValueError: for a device or runner that does not exist here or do not go together.
-        RuntimeError: when nothing can run on this machine; says what to install.
+        NativeError: when nothing can run on this machine; says what to install.
     """
     if config.device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: {config.device!r} is unknown; use auto, cpu or cuda")
@@ -109,16 +109,19 @@ def select_runner(config: EngineConfig) -> RunnerChoice:
 
 
 def _cpu_choice(config: EngineConfig) -> RunnerChoice:
-    from palmette.kernels.cpu.build import load
+    from palmette.kernels.cpu.build import NativeError, load
 
     try:
         load()
-    except RuntimeError as error:
-        if config.runner == "native" or find_spec("torch") is None:
-            raise RuntimeError(
-                f"{error}; or install torch as a slower way: pip install 'palmette[torch]'"
-            ) from error
-        return _torch_choice(config, device="cpu", reason=str(error))
+    except NativeError as error:
+        reason, *details = str(error).splitlines()
+        if find_spec("torch") is None:
+            way = "install torch, which is slower: pip install 'palmette[torch]'"
+        elif config.runner == "native":
+            way = "use --runner torch, which is slower"
+        else:
+            return _torch_choice(config, device="cpu", reason=reason)
+        raise NativeError("\n".join((f"{reason}; or {way}", *details))) from error
     return _native_choice(config)
 
 
@@ -230,8 +233,8 @@ def _torch_choice(
     kv_dtype = weights if config.kv_dtype == "auto" else _as_float(config.kv_dtype)
     if kv_dtype is None:
         raise ValueError(
-            f"kv_dtype: {config.kv_dtype!r} is not supported by torch; use auto or one of "
-            f"{FLOAT_DTYPES}"
+            f"kv_dtype: {config.kv_dtype!r} is not supported by torch; use one of auto, "
+            f"{', '.join(FLOAT_DTYPES)}"
         )
 
     def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:

@@ -16,6 +16,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -31,9 +32,10 @@ from palmette.kernels.cpu.sampling import NativeSampler
 from palmette.kernels.sampling import SampleBatch
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.cpu_weights import MatrixPlan, plan_matrices
-from palmette.runtime.model_store import resolve_model
 from palmette.runtime.runner import ModelRunner, select_runner
 from palmette.runtime.weights import Checkpoint, open_checkpoint
+
+from .commands import resolved
 
 PAGE_SIZE = 16
 CHUNK = 512
@@ -90,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     plan = QUICK if options.quick else Plan()
     console = Console(highlight=False)
     load = os.getloadavg()[0]  # before this adds its own
-    checkpoint = open_checkpoint(resolve_model(config.model))
+    checkpoint = open_checkpoint(Path(resolved(config).model))
     pool = Pool(config.threads)
     try:
         limits = measure_limits(pool)

@@ -82,7 +82,7 @@ def _checked(name: str, check: Callable[[], str]) -> tuple[str, str, bool]:
     try:
         return name, check(), True
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        return name, " ".join(str(error).split())[:200], False
+        return name, (str(error) or type(error).__name__).splitlines()[0], False
 
 
 def _native() -> str:

@@ -30,6 +30,11 @@ import platformdirs
 
 logger = logging.getLogger(__name__)
 
+
+class NativeError(RuntimeError):
+    """The native code cannot be compiled, loaded or started here; the first line says why."""
+
+
 SOURCE_DIR = Path(__file__).resolve().parent.parent / "csrc"
 COMPILERS = ("g++", "c++", "clang++")
 BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
@@ -81,7 +86,7 @@ class Build:
 
 
 def describe() -> str:
-    """What `load()` gives here, compiling if need be. Raises RuntimeError: no compiler."""
+    """What `load()` gives here, compiling if need be. Raises NativeError: no compiler."""
     return str(build())
 
 
@@ -89,7 +94,7 @@ def instruction_sets() -> tuple[str, ...]:
     """Names of the instruction sets this machine runs, best first.
 
     Raises:
-        RuntimeError: there is no working C++ compiler.
+        NativeError: there is no working C++ compiler.
     """
     macros = _compiler()[2]
     return tuple(
@@ -102,13 +107,14 @@ def build(instruction_set: str = "auto", cache_dir: Path | None = None) -> Build
     """The library of this machine, compiled if it is not in the cache yet (some 5 s).
 
     Raises:
-        RuntimeError: no compiler, or it failed; says what to install.
+        NativeError: no compiler, or it failed; says what to install.
         ValueError: `instruction_set` does not run here.
     """
     available = instruction_sets()
     name = available[0] if instruction_set == "auto" else instruction_set
     if name not in available:
-        raise ValueError(f"instruction_set: {name!r} does not run here; use one of {available}")
+        known = ", ".join(available)
+        raise ValueError(f"instruction_set: {name!r} does not run here; use one of {known}")
     compiler, version, _ = _compiler()
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
     flags = (*BASE_FLAGS, *INSTRUCTION_SETS[name][1])
@@ -161,7 +167,7 @@ def load(instruction_set: str = "auto") -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(made.path))
     except OSError as error:
-        raise RuntimeError(f"native kernels: cannot load {made.path}: {error}") from error
+        raise NativeError(f"native kernels: cannot load {made.path}: {error}") from error
 
 
 @functools.cache
@@ -169,9 +175,9 @@ def _compiler() -> tuple[str, str, frozenset[str]]:
     """Path, first line of --version, and the macros defined for this CPU."""
     path = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if path is None:
-        raise RuntimeError(
+        raise NativeError(
             "native kernels: no C++ compiler found; install one (Debian, Ubuntu: apt install g++; "
-            "Fedora: dnf install gcc-c++; macOS: xcode-select --install) or use the torch runner"
+            "Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
         )
     version = _run([path, "--version"]).splitlines()[0]
     return path, version, _native_macros(path)
@@ -182,7 +188,7 @@ def _native_macros(compiler: str) -> frozenset[str]:
     for flags in (*((flag,) for flag in NATIVE_FLAGS), ()):
         try:
             text = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
-        except RuntimeError:
+        except NativeError:
             continue
         lines = text.splitlines()
         return frozenset(line.split()[1] for line in lines if line.startswith("#define"))
@@ -220,10 +226,10 @@ def _run(command: list[str]) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeError(f"native kernels: {command[0]} failed: {error}") from error
+        raise NativeError(f"native kernels: {command[0]} failed: {error}") from error
     if result.returncode != 0:
         tail = "\n".join(result.stderr.splitlines()[-20:])
-        raise RuntimeError(
+        raise NativeError(
             f"native kernels: {command[0]} ended with status {result.returncode}; "
             f"is a complete C++ toolchain installed?\n{tail}"
         )

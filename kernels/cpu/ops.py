@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.kv_dtype import KVDtype
 
-from .build import load
+from .build import NativeError, load
 from .checks import address_of as _address
 from .checks import check_array, check_batch, check_layout
 from .kv_pool import HostKVPool
@@ -153,7 +153,7 @@ class _Kv(ctypes.Structure):
 
 
 class Library:
-    """The loaded library of one instruction set. Raises RuntimeError where it cannot be built."""
+    """The loaded library of one instruction set. Raises NativeError where it cannot be built."""
 
     def __init__(self, instruction_set: str = "auto") -> None:
         self.functions = load(instruction_set)
@@ -184,7 +184,7 @@ class Library:
         if status == 2:
             raise MemoryError(f"{name}: out of memory")
         if status == 3:
-            raise RuntimeError(f"{name}: a thread could not be started; lower `threads`")
+            raise NativeError(f"{name}: a thread could not be started; lower `threads`")
         raise RuntimeError(f"{name}: made in another process; load the model after forking")
 
 

@@ -27,4 +27,5 @@ def check(name: str, tensor: Tensor, *, ndim: int, dtypes: tuple[torch.dtype, ..
     if tensor.ndim != ndim or (tensor.numel() > 0 and tensor.stride(-1) != 1):
         raise ValueError(f"{name}: {tuple(tensor.shape)} strides {tensor.stride()} does not fit")
     if dtypes and tensor.dtype not in dtypes:
-        raise ValueError(f"{name}: {tensor.dtype} is not supported; use one of {dtypes}")
+        known = ", ".join(map(str, dtypes))
+        raise ValueError(f"{name}: {tensor.dtype} is not supported; use one of {known}")

@@ -151,8 +151,17 @@ def test_kv_follows_the_weights(kind: str, weights: str, kv_dtype: str, tiny_mod
 
 
 def test_an_unknown_kv_dtype_is_refused(tiny_models: Any) -> None:
-    with pytest.raises(ValueError, match="kv_dtype: 'int4' is not supported; use auto or one of"):
+    words = "kv_dtype: 'int4' is not supported; use one of auto, fp32, bf16, fp16, int8$"
+    with pytest.raises(ValueError, match=words):
         runner_of(tiny_models.directory("llama"), kv_dtype="int4")
+
+
+def test_unknown_weights_are_refused(tiny_models: Any) -> None:
+    words = "use one of auto, stored, fp32, bf16, int8, int4$"
+    with pytest.raises(ValueError, match=f"'int3' is not supported on the CPU; {words}"):
+        runner_of(tiny_models.directory("llama"), weights="int3")
+    with pytest.raises(ValueError, match=f"'fp16' .* on the CPU; fp16 is for cuda; {words}"):
+        runner_of(tiny_models.directory("llama"), weights="fp16")
 
 
 def test_int4_needs_a_4_bit_checkpoint(tiny_models: Any) -> None:
@@ -330,11 +339,6 @@ def test_close_twice_and_launch_after(tiny_models: Any, model_driver: Any) -> No
     runner.close()
     with pytest.raises(RuntimeError, match="closed"):
         runner.launch(batch)
-
-
-def test_unknown_weights_are_refused(tiny_models: Any) -> None:
-    with pytest.raises(ValueError, match="weights: 'int3'"):
-        runner_of(tiny_models.directory("llama"), weights="int3")
 
 
 def test_the_runner_needs_no_torch(tiny_models: Any) -> None:
