@@ -43,7 +43,10 @@ def session_of(backend: Backend | None) -> Session:
             return task.session
         backend = _Holder.default
         if backend is None:
-            raise ValueError("no backend: call set_default_backend(...) or pass backend=...")
+            raise ValueError(
+                "no backend: call set_default_backend(...), pass backend=..., or run the program "
+                "with `palmette run FILE`"
+            )
     session = getattr(backend, _ATTRIBUTE, None)
     if not isinstance(session, Session):
         session = Session(_client_of(backend))

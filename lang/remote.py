@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -173,7 +174,7 @@ class HttpClient:
         try:
             response = await self._client.request(method, path, **_json(body))
         except httpx.HTTPError as error:
-            raise BackendError(_unreachable(self.base_url, error)) from error
+            raise BackendError(unreachable(self.base_url, error)) from error
         if response.status_code != 200:
             raise _Refused(response.status_code, error_of(response.content))
         try:
@@ -239,7 +240,7 @@ class HttpClient:
             self._fail(batch, ErrorInfo(code="abort", message=message))
             raise
         except httpx.HTTPError as error:
-            message = _unreachable(self.base_url, error)
+            message = unreachable(self.base_url, error)
             self._fail(batch, ErrorInfo(code="unreachable", message=message))
         except _Refused as error:
             self._fail(batch, error.info)
@@ -337,5 +338,18 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         yield event
 
 
-def _unreachable(url: str, error: httpx.HTTPError) -> str:
-    return f"{url} cannot be reached: {type(error).__name__}: {error}"
+def unreachable(url: str, error: httpx.HTTPError) -> str:
+    """The message where a call to the server at `url` failed: why, and the way out."""
+    if isinstance(error, httpx.UnsupportedProtocol):
+        return f"{url} is no address of a server; give one like http://127.0.0.1:30000"
+    reason = str(error) or type(error).__name__
+    cause: BaseException | None = error
+    while cause is not None:  # what the system said, below the words of the layers above
+        if isinstance(cause, ConnectionError | TimeoutError) and cause.errno:
+            reason = os.strerror(cause.errno)
+        elif isinstance(cause, OSError) and cause.strerror:
+            reason = cause.strerror
+        cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, BaseExceptionGroup):  # one for each address of the host
+            cause = cause.exceptions[0]
+    return f"{url} cannot be reached: {reason}; start a server with `palmette serve`"

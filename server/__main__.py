@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from palmette import __version__
+from palmette.kernels.cpu.build import NativeError
 from palmette.runtime.config import EngineConfig, SchedulerConfig
 from palmette.runtime.request import Limits, RequestError
 
@@ -32,7 +33,7 @@ _ENGINE_HELP = {
     "runner": "auto, native, torch or cuda",
     "attention": "kernels of the cuda runner: auto, flashinfer or triton",
     "deterministic": "cuda: the same bits whatever else is in the batch; off is faster",
-    "weights": "auto, stored, fp32, bf16, int8 or int4; not every runner has all",
+    "weights": "auto, stored, fp32, bf16, fp16, int8 or int4; native has no fp16, cuda only floats",
     "kv_dtype": "how K and V are kept: auto, fp32, bf16, fp16 or int8; auto follows the weights",
     "page_size": "tokens of one page of the prefix cache",
     "kv_tokens": "size of the KV pool; default: from the free memory",
@@ -104,6 +105,20 @@ _CACHE_HELP = {
 }
 
 
+class _Command(argparse.ArgumentParser):
+    """A parser below another; what it does not know is its own error, told with its usage."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.set_defaults(prog=self.prog)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The entry point `palmette`; returns the exit status."""
     parser = _parser()
@@ -115,10 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (RequestError, ValueError, OSError, ImportError, UserError) as error:
+    except (RequestError, ValueError, OSError, ImportError, NativeError, UserError) as error:
         if options.debug:
             raise
-        print(f"palmette {options.name}: {_one_line(error)}", file=sys.stderr)
+        print(f"{options.prog}: {_one_line(error)}", file=sys.stderr)
         return USER_ERROR
     return status
 
@@ -139,7 +154,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"palmette {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="name", required=True, metavar="COMMAND", parser_class=_Command
+    )
 
     def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> Any:
         sub = commands.add_parser(name, help=text, description=text)
@@ -157,9 +174,10 @@ def _parser() -> argparse.ArgumentParser:
         "set_default_backend(). Options of palmette stand before FILE."
     )
     run.add_argument("file", type=Path, metavar="FILE")
-    run.add_argument(
+    rest = run.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="for the program"
     )
+    rest.required = False  # else the error of a missing FILE names it too
     _add_url_options(run)
     add_engine_options(run)
     chat = add("chat", _chat, "chat in the terminal")
@@ -268,9 +286,13 @@ def _add_fields(
 def _weights(text: str) -> tuple[tuple[str, float], ...]:
     """NAME=WEIGHT,NAME=WEIGHT as pairs."""
     pairs = [part.rpartition("=") for part in text.split(",") if part]
-    if not all(name for name, _, _ in pairs):
-        raise ValueError(text)
-    return tuple((name, float(weight)) for name, _, weight in pairs)
+    try:
+        weights = tuple((name, float(weight)) for name, _, weight in pairs)
+    except ValueError:
+        weights = ()
+    if not weights or not all(name for name, _ in weights):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=WEIGHT,NAME=WEIGHT")
+    return weights
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
@@ -306,6 +328,8 @@ def _api_keys(options: argparse.Namespace) -> tuple[str, ...]:
         keys.append(os.environ["PALMETTE_API_KEY"])
     path: Path | None = options.api_key_file
     if path is not None:
+        if not path.exists():
+            raise UserError(f"--api-key-file: {path}: no such file; write keys into it, one a line")
         if path.stat().st_mode & 0o077:
             raise UserError(f"--api-key-file: others may read {path}; run chmod 600 on it")
         keys += [line.strip() for line in path.read_text().splitlines() if line.strip()]

@@ -14,7 +14,9 @@ from typing import Any
 import httpx
 import msgspec
 
+from palmette.lang.remote import unreachable
 from palmette.lang.sse import DONE, data_lines_async
+from palmette.lang.wire import error_of
 
 from .bench_http import Answer, HttpError, StreamClient
 from .config import UserError
@@ -111,9 +113,11 @@ class Endpoint:
             UserError: the endpoint does not answer, or refuses the plain call too.
         """
         try:
-            name = model or await _first_model(client)
+            models = await client.get("/v1/models")
         except httpx.HTTPError as error:
-            raise UserError(f"{client.base_url}: {error or type(error).__name__}") from error
+            url = str(client.base_url).rstrip("/")
+            raise UserError(unreachable(url, error)) from error
+        name = model or _first_model(models)
         headers = {k: v for k, v in client.headers.items() if k == "authorization"}
         timeout_s = client.timeout.read or _TIMEOUT_S
         streams = StreamClient(str(client.base_url), headers, timeout_s=timeout_s)
@@ -231,9 +235,11 @@ class Endpoint:
             timeline.error = "the stream ended without a finish_reason"
 
 
-async def _first_model(client: httpx.AsyncClient) -> str:
-    response = (await client.get("/v1/models")).raise_for_status()
+def _first_model(models: httpx.Response) -> str:
+    if not models.is_success:
+        told = error_of(models.content).message
+        raise UserError(f"{models.url}: status {models.status_code}: {told}")
     try:
-        return str(response.json()["data"][0]["id"])
+        return str(models.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{client.base_url}: /v1/models names no model; give --model") from error
+        raise UserError(f"{models.url} names no model; give --model") from error

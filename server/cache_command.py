@@ -70,8 +70,10 @@ def import_pages(folder: Path, archive: Path) -> int:
     """Take the pages of a tar file that are what their names say.
 
     Raises:
-        UserError: when a member is no page; what came before it is kept.
+        UserError: there is no such file, or a member is no page; what came before it is kept.
     """
+    if not archive.exists():
+        raise UserError(f"{archive}: no such file; give a tar file of `palmette cache export`")
     layouts: dict[str, str] = {}
     count = 0
     try:

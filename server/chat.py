@@ -6,14 +6,16 @@ Each turn sends the whole conversation; the prefix cache makes that cheap.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import httpx
 from rich.console import Console
 
+from palmette.lang.remote import unreachable
 from palmette.lang.sse import DONE, data_lines
+from palmette.lang.wire import error_of
 from palmette.runtime.config import EngineConfig
 
 from .config import UserError
@@ -47,18 +49,23 @@ class RemoteChat:
     def __init__(self, url: str, api_key: str | None, options: dict[str, Any]):
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(base_url=url, headers=headers, timeout=600.0)
+        self._url = url
         self._options = options
         try:
-            models = self._client.get("/v1/models").raise_for_status().json()
+            response = self._client.get("/v1/models")
         except httpx.HTTPError as error:
             self._client.close()
-            raise UserError(f"{url}: {error or type(error).__name__}") from error
-        self.name: str = models["data"][0]["id"]
+            raise UserError(unreachable(url, error)) from error
+        if response.status_code != 200:
+            self._client.close()
+            told = error_of(response.content).message
+            raise UserError(f"{url}: status {response.status_code}: {told}")
+        self.name: str = response.json()["data"][0]["id"]
 
     def answer(self, messages: list[Message]) -> Generator[Piece]:
         body = {"model": self.name, "messages": messages, "stream": True, **self._options}
         path = "/v1/chat/completions"
-        with self._client.stream("POST", path, json=body) as response:
+        with self._stream(path, body) as response:
             if response.status_code != 200:
                 response.read()
                 raise ValueError(response.json()["error"]["message"])
@@ -71,6 +78,14 @@ class RemoteChat:
                 for choice in event["choices"]:
                     text = choice["delta"].get("content") or ""
                     yield Piece(text, choice.get("finish_reason") == "length")
+
+    @contextmanager
+    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[httpx.Response]:
+        try:
+            with self._client.stream("POST", path, json=body) as response:
+                yield response
+        except httpx.HTTPError as error:
+            raise ValueError(unreachable(self._url, error)) from error
 
     def close(self) -> None:
         self._client.close()
@@ -198,7 +213,7 @@ def _print_answer(backend: Backend, console: Console, messages: list[Message]) -
                     console.print(_CUT, end="", style="dim", markup=False)
     except KeyboardInterrupt:
         console.print(" [stopped]", end="", style="dim", markup=False)
-    except (ValueError, httpx.HTTPError) as error:
+    except ValueError as error:
         console.print(str(error), style="red", markup=False)
     console.print()
     return "".join(parts)

@@ -158,18 +158,24 @@ def run(
 
 
 def run_file(file: Path, arguments: Sequence[str]) -> int:
-    """Run a Python file as `__main__`; its own errors get a traceback without our frames."""
+    """Run a Python file as `__main__`; its own errors get a traceback without our frames.
+
+    Raises:
+        UserError: the file is no text of Python.
+    """
     sys.argv = [str(file), *arguments]
     sys.path.insert(0, str(file.resolve().parent))
     try:
         runpy.run_path(str(file), run_name="__main__")
     except Exception as error:  # the boundary of the user's program
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if frame.filename == str(file)]
-        first = frames.index(own[0]) if own else 0
-        print("Traceback (most recent call last):", file=sys.stderr)
-        for line in traceback.format_list(frames[first:]):
-            print(line, end="", file=sys.stderr)
+        own = [index for index, frame in enumerate(frames) if frame.filename == str(file)]
+        if not own and isinstance(error, SyntaxError) and error.lineno is None:
+            raise UserError(f"{file}: is not a Python program: {error}") from error
+        if own:  # none when it does not compile: then the error itself names the line
+            print("Traceback (most recent call last):", file=sys.stderr)
+            for line in traceback.format_list(frames[own[0] :]):
+                print(line, end="", file=sys.stderr)
         for line in traceback.format_exception_only(error):
             print(line, end="", file=sys.stderr)
         return 1
@@ -207,7 +213,8 @@ def remote_backend(url: str, api_key: str | None) -> Iterator[None]:
         try:
             client.info()
         except BackendError as error:
-            raise UserError(f"{url}: {error}") from error
+            message = str(error)
+            raise UserError(message if url in message else f"{url}: {message}") from error
         set_default_backend(client)
         yield
     finally:

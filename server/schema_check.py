@@ -11,6 +11,8 @@ from palmette.constrained.compiler import GrammarCompiler
 from palmette.constrained.spec import GrammarError, GrammarSpec
 from palmette.constrained.vocabulary import Vocabulary
 
+from .config import UserError
+
 REFUSED = 1
 
 
@@ -24,12 +26,23 @@ def byte_vocabulary() -> Vocabulary:
     )
 
 
+def _source(path: Path) -> str:
+    if str(path) == "-":
+        return sys.stdin.read()
+    if not path.exists():
+        raise UserError(f"{path}: no such file; give a JSON Schema, or - for standard input")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not a JSON Schema in UTF-8: {error}") from error
+
+
 def check(path: Path) -> int:
     """Print the verdict, the residuals, the notes and the cost; returns the exit status.
 
     The form is one line per fact, `name: value`; the verdict comes first.
     """
-    source = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    source = _source(path)
     compiler = GrammarCompiler(byte_vocabulary(), select_backend(), cache_bytes=1 << 30)
     compiler.get(GrammarSpec.json_object())  # loads the engine
     start = time.perf_counter()

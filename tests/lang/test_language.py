@@ -7,6 +7,7 @@ import json
 import pytest
 
 import palmette as pm
+from palmette.lang import backends
 from palmette.lang.testing import FakeModel
 
 
@@ -432,11 +433,14 @@ def test_ret_value_is_what_the_program_returned() -> None:
     assert run(program, FakeModel()).ret_value == [" ok", "end"]
 
 
-def test_the_default_backend_is_used_and_told_about() -> None:
+def test_the_default_backend_is_used_and_told_about(monkeypatch: pytest.MonkeyPatch) -> None:
     @pm.function
     def program(s: pm.ProgramState) -> None:
         s += "x" + pm.gen("a")
 
+    monkeypatch.setattr(backends._Holder, "default", None)
+    with pytest.raises(ValueError, match=r"no backend: .*set_default_backend.*`palmette run FILE`"):
+        program.run()
     model = FakeModel()
     pm.set_default_backend(model)
     assert program.run()["a"] == " ok"

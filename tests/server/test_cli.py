@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from running_server import RunningServer
+from running_server import RunningServer, StartServer
 
 from palmette import __version__
+from palmette.kernels.cpu import build
+from palmette.runtime import runner
 from palmette.runtime.config import EngineConfig
 from palmette.server import __main__ as cli
 from palmette.server import doctor
@@ -51,14 +53,18 @@ def test_schema_check_names_the_verdict_and_what_is_checked(
         (["serve", "--page-size", "3"], "page_size: 3"),
         (["serve", "--port", "70000"], "port: 70000"),
         (["serve", "--max-running", "0"], "max_running: 0"),
-        (["serve", "--api-key-file", "/no/such/file"], "No such file"),
+        (["serve", "--api-key-file", "/no/keys"], "--api-key-file: /no/keys: no such file; write"),
+        (
+            ["schema", "check", "/no/schema"],
+            "/no/schema: no such file; give a JSON Schema",
+        ),
+        (["cache", "import", "/no", "/no/a.tar"], "/no/a.tar: no such file; give a tar file"),
         (["run", "/no/such/program.py"], "no such file"),
         (["pull", "no-such-model"], "no-such-model"),
         (["pull", "--from", "/no/such.whl"], "such.whl"),
-        (["bench", "serve", "--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
         (["bench", "serve", "--rounds", "0"], "rounds: 0"),
         (["bench", "serve", "--workloads", "W9"], "W9 is not known"),
-        (["chat", "--url", "http://127.0.0.1:9"], "refused"),
+        (["bench", "kernels", "--model", "/no/such/model"], "does not exist"),
     ],
 )
 def test_user_errors_are_one_line_and_status_2(
@@ -73,7 +79,140 @@ def test_user_errors_are_one_line_and_status_2(
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert words in lines[0]
-    assert lines[0].startswith(f"palmette {arguments[0]}: ")
+    num_words = 2 if arguments[0] in ("bench", "schema", "cache") else 1
+    assert lines[0].startswith(f"palmette {' '.join(arguments[:num_words])}: ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "PROGRAM", "--url"],
+        ["chat", "--url"],
+        ["bench", "serve", "--url"],
+        ["bench", "serve", "--model", "m", "--url"],
+    ],
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_that_is_not_there_has_one_wording(
+    arguments: list[str], host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "PROGRAM" in arguments:
+        program = tmp_path / "program.py"
+        program.write_text("")
+        arguments = ["run", "--url", f"http://{host}:9", str(program)]
+    else:
+        arguments = [*arguments, f"http://{host}:9"]
+    name = " ".join(arguments[: 2 if arguments[0] == "bench" else 1])
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err == (
+        f"palmette {name}: http://{host}:9 cannot be reached: Connection refused; start a server "
+        "with `palmette serve`\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["chat"], ["bench", "serve"]])
+def test_what_is_no_address_is_told(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*arguments, "--url", "127.0.0.1:9"]) == 2
+    assert capsys.readouterr().err == (
+        f"palmette {' '.join(arguments)}: 127.0.0.1:9 is no address of a server; give one like "
+        "http://127.0.0.1:30000\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["chat"], ["bench", "serve"], ["run"]])
+def test_a_refusal_of_the_server_is_told(
+    arguments: list[str],
+    start_server: StartServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = start_server(api_keys=("secret",))
+    program = tmp_path / "program.py"
+    program.write_text("")
+    rest = [str(program)] if arguments == ["run"] else []
+    assert cli.main([*arguments, "--url", server.url, "--api-key", "wrong", *rest]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and told.count(server.url) == 1 and "key" in told
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A machine without a C++ compiler and without torch; nothing is compiled yet."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(runner, "find_spec", lambda name: None)
+    caches = (build._compiler, build.build, build.load)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("command", ["run", "chat", "demo", "bench kernels"])
+def test_a_missing_compiler_is_one_line(
+    command: str, tiny_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("")
+    rest = [str(program)] if command == "run" else []
+    model = ["--model", str(tiny_files)]
+    assert cli.main([*command.split(), *model, *rest]) == 2
+    way = "; or install torch, which is slower: pip install 'palmette[torch]'"
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"palmette {command}: native kernels: no C++ compiler found; install one (Debian, Ubuntu: "
+        "apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
+        f"{'' if command == 'bench kernels' else way}"
+    )
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_doctor_shows_the_whole_reason() -> None:
+    found = {name: (value, is_fine) for name, value, is_fine in doctor.findings()}
+    value, is_fine = found["runner"]
+    assert not is_fine and value.endswith("pip install 'palmette[torch]'")
+    assert found["native kernels"][0].endswith("xcode-select --install)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "error"),
+    [
+        (["run"], "palmette run [", "the following arguments are required: FILE\n"),
+        (["serve", "--bogus"], "palmette serve [", "unrecognized arguments: --bogus\n"),
+        (["cache", "ls", "x", "y"], "palmette cache ls [", "unrecognized arguments: y\n"),
+        (["--bogus", "version"], "palmette [-h]", "unrecognized arguments: --bogus\n"),
+        (
+            ["serve", "--tenant-weights", "x"],
+            "palmette serve [",
+            "--tenant-weights: 'x' is not of the form NAME=WEIGHT,NAME=WEIGHT\n",
+        ),
+        (
+            ["serve", "--tenant-weights", "a=1,=2"],
+            "palmette serve [",
+            "'a=1,=2' is not of the form NAME=WEIGHT,NAME=WEIGHT\n",
+        ),
+    ],
+)
+def test_wrong_words_get_the_usage_of_their_command(
+    arguments: list[str], usage: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    told = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert told.startswith(f"usage: {usage}")
+    assert told.endswith(error)
+
+
+def test_help_of_weights_has_every_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "auto, stored, fp32, bf16, fp16, int8 or int4;" in help_of("serve", capsys)
+
+
+def test_tenant_weights_are_pairs() -> None:
+    options = cli._parser().parse_args(["serve", "--tenant-weights", "a=2,b=0.5"])
+    assert options.tenant_weights == (("a", 2.0), ("b", 0.5))
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["serve", "--port", "x"]])
@@ -155,7 +294,7 @@ def test_a_program_runs_on_a_server(
     assert cli.main(["run", "--url", server.url, str(program)]) == 0
     assert capsys.readouterr().out == "4\n"
     assert cli.main(["run", "--url", "http://127.0.0.1:9", str(program)]) == 2
-    assert capsys.readouterr().err.startswith("palmette run: http://127.0.0.1:9: ")
+    assert capsys.readouterr().err.startswith("palmette run: http://127.0.0.1:9 cannot be reached")
 
 
 def test_tables_fold_and_lose_nothing(
@@ -241,6 +380,21 @@ def test_a_programs_own_error_has_its_own_traceback(
     assert captured.out == "['a', '--b'] __main__\n"
     assert "KeyError: 'mine'" in captured.err
     assert "line 3" in captured.err and "commands.py" not in captured.err
+
+
+def test_a_file_that_is_no_program_has_no_traceback_of_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    program = tmp_path / "program.py"
+    program.write_bytes(b"x = 1\n\0\n")
+    with pytest.raises(cli.UserError, match=r"program\.py: is not a Python program: .*null bytes"):
+        run_file(program, [])
+    program.write_text("x = 1\ny = (\n")
+    assert run_file(program, []) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f'  File "{program}", line 2\n') and "SyntaxError: " in told
 
 
 def test_the_command_line_is_light() -> None:
