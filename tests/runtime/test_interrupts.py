@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +12,14 @@ from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import FakeRunner, fake_engine
 from palmette.runtime.interrupts import deferred_interrupt
 from palmette.runtime.request import Request, SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def python_answers_ctrl_c() -> Iterator[None]:
+    """As in a terminal: a process in a shell's background starts with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def texts_of(engine: Engine) -> tuple[dict[str, str], int]:
