@@ -213,10 +213,7 @@ class DiskStore:
             for each in page_file.layout_folders(self._top):
                 page_file.remove_leftovers(each / "new")
             (self._folder / "pages").mkdir(parents=True, exist_ok=True)
-            about = self._folder / "layout.txt"
-            if not about.exists():
-                raw = (self._layout + "\n").encode()
-                page_file.write_atomically(about, raw, scratch=self._scratch)
+            page_file.write_layout(self._folder, self._layout)
         except OSError as error:
             self._refused(error)
         files = self._scan() or []

@@ -18,15 +18,18 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .store import DIGEST_BYTES, StoredPage, chain_digest
 
 VERSION = "v1"
 SUFFIX = ".kv"
+LAYOUT_FILE = "layout.txt"
 _MAGIC = b"PLMKV01\n"
 _LENGTH = struct.Struct("<I")
 _CHECKSUM_BYTES = 16
 _MAX_HEADER_BYTES = 1 << 20
+_MAX_LAYOUT_BYTES = 1 << 20
 
 
 class PageFileError(ValueError):
@@ -34,8 +37,46 @@ class PageFileError(ValueError):
 
 
 def layout_folder(folder: Path, layout: str) -> Path:
-    name = hashlib.blake2b(layout.encode(), digest_size=16).hexdigest()
-    return folder / VERSION / name
+    return folder / VERSION / layout_name(layout)
+
+
+def layout_name(layout: str) -> str:
+    """Of its folder, 32 hexadecimal digits."""
+    return hashlib.blake2b(layout.encode(), digest_size=16).hexdigest()
+
+
+def read_layout(layout_folder: Path) -> str | None:
+    """What the folder's text says that its pages are of; None unless its name is of that text."""
+    try:
+        with (layout_folder / LAYOUT_FILE).open("rb") as file:
+            raw = file.read(_MAX_LAYOUT_BYTES)
+    except OSError:
+        return None
+    layout = raw.decode(errors="replace").rstrip("\n")
+    return layout if layout_name(layout) == layout_folder.name else None
+
+
+def layout_of_pages(layout_folder: Path) -> str | None:
+    """What the first page that fits the folder's name says, for one whose text is damaged."""
+    for _, path in page_paths(layout_folder):
+        try:
+            layout = _read_header(path).get("layout")
+            if isinstance(layout, str) and layout_name(layout) == layout_folder.name:
+                return layout
+        except (OSError, UnicodeEncodeError):  # JSON may name halves of a surrogate pair
+            continue
+    return None
+
+
+def write_layout(layout_folder: Path, layout: str) -> None:
+    """Unless it is there and sound.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if read_layout(layout_folder) != layout:
+        raw = (layout + "\n").encode()
+        write_atomically(layout_folder / LAYOUT_FILE, raw, scratch=layout_folder / "new")
 
 
 def layout_folders(folder: Path) -> list[Path]:
@@ -80,16 +121,25 @@ def read_namespace(path: Path) -> tuple[str, ...] | None:
     Raises:
         OSError: the file cannot be read.
     """
+    try:
+        return tuple(str(part) for part in _read_header(path)["namespace"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """Of a page, without reading it all; empty when it is no page."""
     with path.open("rb") as file:
         start = file.read(len(_MAGIC) + _LENGTH.size)
         if not start.startswith(_MAGIC) or len(start) < len(_MAGIC) + _LENGTH.size:
-            return None
+            return {}
         (length,) = _LENGTH.unpack_from(start, len(_MAGIC))
         header = file.read(min(length, _MAX_HEADER_BYTES))
     try:
-        return tuple(str(part) for part in json.loads(header)["namespace"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+        values = json.loads(header)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def decode_page(raw: bytes, *, digest: bytes, layout: str) -> StoredPage:

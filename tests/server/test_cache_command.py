@@ -91,3 +91,44 @@ def test_another_directory_is_refused(
 ) -> None:
     assert main(["cache", what, str(tmp_path)]) == 2
     assert "holds no pages" in capsys.readouterr().err
+
+
+NULS = bytes(19) + b"\x1b[31m"
+
+
+@pytest.mark.parametrize("raw", [NULS, b"", b"model abc; pool xy", None])
+def test_a_damaged_layout_txt_is_told_and_no_page_is_blamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], raw: bytes | None
+) -> None:
+    pages = fill(tmp_path / "a")
+    [about] = tmp_path.rglob("layout.txt")
+    about.unlink() if raw is None else about.write_bytes(raw)
+    assert main(["cache", "verify", str(tmp_path / "a")]) == 1
+    told = capsys.readouterr().out
+    assert f"{about}: is {'missing' if raw is None else 'damaged'}" in told
+    assert "3 pages are sound, 0 damaged; 1 layout.txt damaged" in told and ".kv" not in told
+    assert main(["cache", "ls", str(tmp_path / "a")]) == 0
+    listed = capsys.readouterr().out
+    assert "3 pages" in listed and f"\n  {LAYOUT}\n" in listed
+    assert listed.replace("\n", "").isprintable()
+    assert (raw != NULS) or r"'\x00\x00" in listed
+    archive = str(tmp_path / "pages.tar")
+    assert main(["cache", "export", str(tmp_path / "a"), archive]) == 0
+    assert main(["cache", "import", str(tmp_path / "b"), archive]) == 0
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        disk = DiskStore(folder, layout=LAYOUT, page_bytes=8, max_bytes=10**6)
+        found = [disk.get(page.digest, page.namespace, page.tokens) for page in pages]
+        disk.close()
+        assert found == [page.data for page in pages]
+        [text] = folder.rglob("layout.txt")
+        assert text.read_text() == LAYOUT + "\n"
+        assert main(["cache", "verify", str(folder)]) == 0
+
+
+def test_clear_deletes_a_damaged_layout_txt_with_its_pages(tmp_path: Path) -> None:
+    fill(tmp_path)
+    [about] = tmp_path.rglob("layout.txt")
+    about.write_bytes(NULS)
+    assert main(["cache", "clear", str(tmp_path)]) == 0
+    assert not about.exists() and list(tmp_path.rglob("*.kv")) == []
+    assert main(["cache", "verify", str(tmp_path)]) == 0
