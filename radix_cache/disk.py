@@ -104,9 +104,11 @@ class DiskStore:
                 return page
             self._files.move_to_end(digest)
         page = self._read(digest)
-        if page is None or tenant_of(page.namespace) in self._to_forget:
-            self.suspect([digest])
-            return None
+        with self._lock:  # it may have been forgotten, and its file be gone, while it was read
+            is_there = digest in self._files
+            if page is None or tenant_of(page.namespace) in self._to_forget or not is_there:
+                self._num_bytes -= self._files.pop(digest, 0)
+                return None
         self._note_use(digest)
         return page
 

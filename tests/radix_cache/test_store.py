@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -277,6 +278,29 @@ def test_a_folder_that_cannot_be_made_serves_nothing_and_raises_nothing(tmp_path
     [stored] = path_of(1)
     disk.put([stored])
     assert get(disk, stored) is None
+    disk.close()
+
+
+@pytest.mark.parametrize("tenant", [("key", "a"), None])
+def test_a_page_that_is_forgotten_while_it_is_read_is_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tenant: tuple[str, ...] | None
+) -> None:
+    disk = open_store(tmp_path)
+    mine = page(bytes(PAGE), namespace=("key", "a"))
+    disk.put([mine])
+    assert disk.wait() and get(disk, mine) == mine.data
+    decode = page_file.decode_page
+
+    def forgotten_when_decoded(*args: Any, **options: Any) -> StoredPage:
+        decoded = decode(*args, **options)
+        disk.clear(tenant)
+        assert disk.wait()
+        return decoded
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page_file, "decode_page", forgotten_when_decoded)
+        assert get(disk, mine) is None
+    assert (disk.num_pages, disk.num_bytes) == (0, 0)
     disk.close()
 
 
