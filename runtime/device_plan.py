@@ -77,7 +77,7 @@ class DevicePlan:
     kv_bytes_per_token: int
     page_size: int
     num_pages: int  # of the KV pool
-    max_pages: int  # that would fit
+    max_pages: int  # of a pool that takes what is left too
     context: int
 
     @property
@@ -93,8 +93,17 @@ class DevicePlan:
         used = self.weight_bytes + self.workspace_bytes + self.overhead_bytes
         return self.memory_bytes - used - self.kv_bytes
 
+    @property
+    def max_kv_tokens(self) -> int:
+        """Of a pool that takes what is left too."""
+        return self.max_pages * self.page_size
+
     def num_sequences(self, num_tokens: int) -> int:
-        """How many sequences of `num_tokens`, in whole pages, would fit at once."""
+        """How many sequences of `num_tokens`, in whole pages, the pool holds at once."""
+        return self.num_pages // -(-num_tokens // self.page_size)
+
+    def max_sequences(self, num_tokens: int) -> int:
+        """As `num_sequences`, of a pool that takes what is left too."""
         return self.max_pages // -(-num_tokens // self.page_size)
 
 

@@ -111,7 +111,9 @@ def as_json(name: str, model: ModelConfig, made: DevicePlan) -> dict[str, object
         "kv_bytes": made.kv_bytes,
         "left_bytes": made.left_bytes,
         "context": made.context,
-        "max_sequences": made.num_sequences(made.context),
+        "sequences": made.num_sequences(made.context),
+        "max_kv_tokens": made.max_kv_tokens,
+        "max_sequences": made.max_sequences(made.context),
     }
 
 
@@ -131,6 +133,11 @@ def lines(
         ("left", made.left_bytes),
         (f"memory{each}", made.memory_bytes),
     ]
+    rest = (
+        f"if the pool took what is left too: {made.max_kv_tokens:,} tokens "
+        f"(--kv-tokens {made.max_kv_tokens}), "
+        f"{made.max_sequences(made.context):,} sequences of {made.context:,} tokens"
+    )
     width = max(len(text) for text, _ in rows)
     return [
         f"{name}: {made.num_parameters / 1e9:.2f} G parameters, {model.num_layers} layers, "
@@ -139,7 +146,8 @@ def lines(
         f"a token takes {per_token:,} bytes of K and V ({per_token / 1024:g} KiB)",
         f"the pool holds {made.kv_tokens:,} tokens in {made.num_pages:,} pages of "
         f"{made.page_size} (--kv-tokens {made.kv_tokens})",
-        f"sequences at once: {', '.join(_sequences(made))}",
+        f"sequences at once in that pool: {', '.join(_sequences(made))}",
+        *([rest] if made.max_pages > made.num_pages else []),
     ]
 
 

@@ -195,7 +195,27 @@ def test_the_command_prints_the_breakdown(capsys: pytest.CaptureFixture[str]) ->
     assert "weights, int4, scales not counted      34.49 GB" in printed
     assert "KV pool, bf16                          40.51 GB" in printed
     assert "a token takes 327,680 bytes of K and V (320 KiB)" in printed
-    assert "sequences at once: 122 of 1,000 tokens, 30 of 4,096 tokens" in printed
+    assert printed.endswith("in that pool: 122 of 1,000 tokens, 30 of 4,096 tokens\n")
+
+
+def test_all_figures_are_of_the_pool_that_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--model", "llama-3-8b", "--memory", "40GB"]
+    command += ["--context", "8192", "--concurrency", "16"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "the pool holds 131,072 tokens in 8,192 pages of 16 (--kv-tokens 131072)" in printed
+    told = "in that pool: 130 of 1,000 tokens, 26 of 5,000 tokens, 16 of 8,192 tokens\n"
+    assert told in printed  # in whole pages: 63 for 1,000 tokens
+    assert main([*command, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["kv_tokens"], plan["sequences"]) == (131_072, 16)
+    free = 40 * GB - plan["weight_bytes"] - plan["workspace_bytes"] - plan["overhead_bytes"]
+    assert plan["max_kv_tokens"] == free // (16 * 131_072) * 16
+    assert plan["max_sequences"] == plan["max_kv_tokens"] // 8192 > 16
+    assert (
+        f"if the pool took what is left too: {plan['max_kv_tokens']:,} tokens "
+        f"(--kv-tokens {plan['max_kv_tokens']}), {plan['max_sequences']} sequences of 8,192 tokens"
+    ) in printed
 
 
 def test_a_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
