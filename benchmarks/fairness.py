@@ -2,11 +2,12 @@
 
     python benchmarks/fairness.py [--requests 400] [--probes 40] [--rows 8] [--model NAME]
 
-Prints one JSON line. `shares`: two tenants of weights 2 and 1 always have requests waiting, of
-different sizes; the tokens that each was served, prompts and answers, while so many requests ended
-after the first few, their ratio and its error. `flood`: a tenant that keeps a few
-requests in flight, each sent when one has ended, alone and beside one that has sent dozens: the
-50th and the 99th percentile of its milliseconds to the first token, under `fair` and under `fcfs`.
+Prints one JSON line, and on stderr what it measures now. `shares`: two tenants of weights 2 and 1
+always have requests waiting, of different sizes; the tokens that each was served, prompts and
+answers, while so many requests ended after the first few, their ratio and its error. `flood`: a
+tenant that keeps a few requests in flight, each sent when one has ended, alone and beside one that
+has sent dozens: the 50th and the 99th percentile of its milliseconds to the first token, under
+`fair` and under `fcfs`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import platform
 import random
+import sys
 from collections.abc import Iterator
 from itertools import count
 
@@ -55,7 +57,12 @@ def ended(outputs: list[Output]) -> Iterator[tuple[str, Output]]:
             yield output.request_id.split()[0], output
 
 
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def shares(args: argparse.Namespace) -> dict[str, float]:
+    say(f"shares: {args.requests} requests of two tenants")
     engine, rng = engine_of(args, "fair"), random.Random(0)
     sources = {tenant: requests_of(tenant, rng) for tenant, _ in WEIGHTS}
     for source in sources.values():
@@ -78,6 +85,9 @@ def shares(args: argparse.Namespace) -> dict[str, float]:
 
 def first_token_ms(args: argparse.Namespace, policy: str, *, floods: bool) -> list[float]:
     """Of the probes, some in flight at any time."""
+    say(
+        f"flood: {args.probes} requests under {policy}, {'beside' if floods else 'without'} a flood"
+    )
     engine, rng = engine_of(args, policy), random.Random(1)
     probes, flood = requests_of("probe", rng), requests_of("flood", rng)
     if floods:
@@ -98,11 +108,16 @@ def first_token_ms(args: argparse.Namespace, policy: str, *, floods: bool) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--probes", type=int, default=40)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--policies", default="fair,fcfs")
-    parser.add_argument("--model", default=EngineConfig().model)
+    text = "requests that end while the shares are measured (default: %(default)s)"
+    parser.add_argument("--requests", type=int, default=400, help=text)
+    text = "requests whose time to the first token is measured, alone and under each policy "
+    parser.add_argument("--probes", type=int, default=40, help=text + "(default: %(default)s)")
+    text = "sequences that run at once (default: %(default)s)"
+    parser.add_argument("--rows", type=int, default=8, help=text)
+    text = "policies of the queue that meet the flood (default: %(default)s)"
+    parser.add_argument("--policies", default="fair,fcfs", help=text)
+    text = "a name, a directory or a .gguf file (default: %(default)s)"
+    parser.add_argument("--model", default=EngineConfig().model, help=text)
     args = parser.parse_args()
     flood: dict[str, object] = {}
     alone = first_token_ms(args, "fair", floods=False)

@@ -16,8 +16,8 @@ class MissReason(StrEnum):
     other has sent.
     """
 
-    NEVER_SEEN = "never_seen"
-    PAGE_ROUNDING = "page_rounding"  # only whole pages match, and never the last token
+    NEVER_SEEN = "never_seen"  # or flushed, damaged, or evicted long ago: nothing is known of it
+    PAGE_ROUNDING = "page_rounding"  # less than a page is missing, seen or not
     EVICTED = "evicted"  # was there, recently
     OTHER_NAMESPACE = "other_namespace"  # the same tenant has it, under another salt
     TOKEN_BOUNDARY = "token_boundary"  # noqa: S105 - the same text is there, cut into other tokens

@@ -16,6 +16,15 @@ from .tenants import Tenant
 MAX_PINNED_SHARE = 0.5  # of the pool, by all tenants together
 
 
+def check_share(share: float) -> None:
+    """Raise ValueError for a share that no tenant can have."""
+    if not 0.0 <= share <= MAX_PINNED_SHARE:
+        raise ValueError(
+            f"pin_share: {share} is out of range; must be in [0, {MAX_PINNED_SHARE}], the part of "
+            "the pool that all tenants together may pin; to pin more tokens, raise kv_tokens"
+        )
+
+
 class PinQuotaExceeded(ValueError):
     """More pages than a tenant may pin; nothing was changed."""
 
@@ -34,12 +43,11 @@ class Pin:
 class Pins:
     """The books of all pins; the tree locks and unlocks.
 
-    `share` is the part of the pool, in [0, 1], that one tenant may pin.
+    `share` is the part of the pool, in [0, MAX_PINNED_SHARE], that one tenant may pin.
     """
 
     def __init__(self, *, num_pages: int, share: float) -> None:
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"pin_share: {share} is out of range; must be in [0, 1]")
+        check_share(share)
         self.max_tenant_pages = int(share * num_pages)
         self.max_pages = int(MAX_PINNED_SHARE * num_pages)
         self.num_pages = 0

@@ -12,6 +12,7 @@ from palmette.kernels.backend import KVPool
 from palmette.radix_cache.disk import DiskStore
 from palmette.radix_cache.ledger import Miss
 from palmette.radix_cache.node import TOKEN_BYTES
+from palmette.radix_cache.pins import MAX_PINNED_SHARE
 from palmette.radix_cache.store import HostStore
 from palmette.radix_cache.tenants import tenant_of
 from palmette.radix_cache.tiers import PageTiers
@@ -205,11 +206,12 @@ class PrefixCache:
             self.tree.reserve_pin(-num_pages, request.namespace)
 
     def _refusal(self, error: PinQuotaExceeded) -> RequestError:
-        size = self._page_size
+        size, share = self._page_size, self._pin_share
+        larger = f"a larger --pin-share than {share}, or " if share < MAX_PINNED_SHARE else ""
         return RequestError(
             f"pin_s: {error.needed * size} tokens to pin beside {error.pinned * size} exceed the "
             f"quota of {error.limit * size} tokens; pin less, wait until a pin ends, or start "
-            f"with a larger --pin-share than {self._pin_share}",
+            f"with {larger}a larger --kv-tokens",
             field="pin_s",
             code="pin_quota",
         )

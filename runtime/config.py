@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from palmette.radix_cache.pins import check_share
 from palmette.radix_cache.policy import POLICY_NAMES
 
 from .request import Limits
@@ -82,7 +83,7 @@ class EngineConfig:
     threads: int | None = None  # None: the cores this process may use
     eviction_policy: str = "lru"  # lru, lfu, slru, priority, program
     tenant_share: float = 1.0  # of the KV pool: a tenant that holds more evicts its own first
-    pin_share: float = 0.25  # of the KV pool: the most that one tenant may pin
+    pin_share: float = 0.25  # of the KV pool: at most 0.5, what one tenant may pin
     host_cache_bytes: int = 0  # pages evicted from the pool stay in so much host memory
     disk_cache_dir: str | None = None  # and in this directory, from one start to the next
     disk_cache_bytes: int = 8 * 1024**3
@@ -110,8 +111,7 @@ class EngineConfig:
         for name in ("host_cache_bytes", "disk_cache_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be >= 0")
-        if not 0.0 <= self.pin_share <= 1.0:
-            raise ValueError(f"pin_share: {self.pin_share} is out of range; must be in [0, 1]")
+        check_share(self.pin_share)
         if self.eviction_policy not in POLICY_NAMES:
             raise ValueError(
                 f"eviction_policy: {self.eviction_policy!r} is not known; "

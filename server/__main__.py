@@ -42,7 +42,7 @@ _ENGINE_HELP = {
     "threads": "threads of the CPU runner; default: all cores",
     "eviction_policy": "what leaves the prefix cache first: lru, lfu, slru, priority or program",
     "tenant_share": "part of the KV pool that an API key may hold before it evicts its own",
-    "pin_share": "part of the KV pool that an API key may pin",
+    "pin_share": "part of the KV pool that an API key may pin, at most 0.5",
     "host_cache_bytes": "host memory for pages evicted from the KV pool; 0: none",
     "disk_cache_dir": "directory for pages, from one start to the next; default: none",
     "disk_cache_bytes": "most bytes in that directory",

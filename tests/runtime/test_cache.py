@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palmette.kernels.cpu.ops import Pool
+from palmette.radix_cache.tree import RadixTree
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import fake_engine, run_all
@@ -73,6 +74,41 @@ def test_a_pin_over_the_quota_is_refused_at_submit_with_the_numbers() -> None:
     assert not target.has_work
     run_all(target, [request("d", "12345678abcd", hint=ReuseHint(pin_s=60))])  # one page more
     target.check()
+
+
+@pytest.mark.parametrize(
+    ("share", "way_out"),
+    [
+        (0.25, "a larger --pin-share than 0.25, or a larger --kv-tokens"),
+        (0.5, "a larger --kv-tokens"),
+    ],
+)
+def test_the_way_out_of_a_refused_pin_is_one_that_there_is(share: float, way_out: str) -> None:
+    target = engine(pin_share=share)
+    with pytest.raises(RequestError, match=f"or start with {way_out}$"):
+        target.submit([request("a", "x" * 36, hint=ReuseHint(pin_s=60))])  # 9 of 16 pages
+
+
+@pytest.mark.parametrize("share", [0.6, 1.0, 1.5])
+def test_a_share_of_pins_above_that_of_all_keys_is_refused(share: float) -> None:
+    told = rf"pin_share: {share} is out of range; must be in \[0, 0\.5\].*raise kv_tokens"
+    with pytest.raises(ValueError, match=told):
+        EngineConfig(pin_share=share)
+    with pytest.raises(ValueError, match=told):
+        RadixTree(num_pages=16, page_size=PAGE, pin_share=share)
+
+
+def test_the_reasons_are_those_of_the_documented_table() -> None:
+    target = engine()
+
+    def reason(text: str) -> str | None:
+        return run_all(target, [request("a", text)])["a"].usage.miss_reason
+
+    assert reason("abc") == "page_rounding"  # of a first prompt of less than a page
+    assert reason("the prompt of a page and more") == "never_seen"
+    assert reason("the prompt of a page and more") is None
+    assert target.flush_cache()
+    assert reason("the prompt of a page and more") == "never_seen"  # any more
 
 
 def test_equal_prompts_at_once_reserve_their_pages_once() -> None:
@@ -153,7 +189,7 @@ def test_times_out_of_range_are_refused(field: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", [{"eviction_policy": "x"}, {"tenant_share": 0.0}, {"pin_share": 1.5}]
+    "field", [{"eviction_policy": "x"}, {"tenant_share": 0.0}, {"pin_share": -0.1}]
 )
 def test_options_out_of_range_are_refused(field: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(field))):

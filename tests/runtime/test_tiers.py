@@ -133,6 +133,7 @@ def test_a_damaged_page_is_computed_again(tmp_path: Path) -> None:
     again = engine(disk_cache_dir=str(tmp_path))
     answer = run_all(again, [request("x", prompt(), new_tokens=8)])["x"]
     assert answer.usage.computed_tokens == 21 and answer.token_ids == expected.token_ids
+    assert answer.usage.miss_reason == "never_seen"
     wait_for_checks(again)
     assert 1 <= again.stats().corrupt_pages <= 5  # fewer, where it was written anew before
     again.close()
