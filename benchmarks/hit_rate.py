@@ -6,9 +6,13 @@
 The traces of `traces.py` run on the real scheduler and tree with a runner that computes nothing,
 in a pool of `--memory` of the pages that the trace fills when nothing is ever evicted, under each
 eviction policy and each order of the waiting queue. Prints a table of hit rates in percent: tokens
-found by all admissions over the tokens of their prompts. `best` is Belady's optimum (`belady.py`)
-for the order of admissions that the policy `program` made under this queue, and `of best` the part
-of it that `program` reached. Then one JSON line; --json writes it to a file as well.
+found by all admissions over the tokens of their prompts.
+
+What is found decides what is admitted next, so each policy admits in an order of its own even under
+one queue, and Belady's optimum (`belady.py`) is one of an order: another policy may pass it, in
+another order. `best` is the optimum for the order in which `program` admitted, and `of best` the
+part of it that `program` reached. Then one JSON line, which has the optimum for the order of each
+policy (`best for the order of lru`); --json writes it to a file as well.
 """
 
 from __future__ import annotations
@@ -58,6 +62,11 @@ class Workload:
         return log, engine.stats().cached_pages
 
 
+def best_for(eviction: str) -> str:
+    """The name of the optimum for the order in which a run under this policy admitted."""
+    return f"best for the order of {eviction}"
+
+
 def measure(workload: Workload, memory: float) -> dict[str, object]:
     """Hit rates of one trace."""
     full, num_needed = workload.run(1 << 17, eviction="lru", queue="fcfs")
@@ -69,8 +78,8 @@ def measure(workload: Workload, memory: float) -> dict[str, object]:
             log, _ = workload.run(num_pages, eviction=eviction, queue=queue)
             num_tokens = log.num_tokens()
             rates[eviction] = log.num_matched() / num_tokens
-            rates[f"best {eviction}"] = optimum(log, num_pages) / num_tokens
-        rates["of best"] = rates["program"] / rates["best program"]
+            rates[best_for(eviction)] = optimum(log, num_pages) / num_tokens
+        rates["of best"] = rates["program"] / rates[best_for("program")]
         queues[queue] = {name: round(rate, 5) for name, rate in rates.items()}
     return {
         "requests": full.num_admissions(),
@@ -92,8 +101,9 @@ def print_table(name: str, figures: dict[str, object]) -> None:
     print("  queue       " + "".join(f"{column:>9}" for column in (*EVICTIONS, "best", "of best")))
     for queue, rates in queues.items():
         columns = [rates[eviction] for eviction in EVICTIONS]
-        columns += [rates["best program"], rates["of best"]]
+        columns += [rates[best_for("program")], rates["of best"]]
         print(f"  {queue:12}" + "".join(f"{100 * rate:9.2f}" for rate in columns), flush=True)
+    print("  best: the optimum for the order in which `program` admitted under that queue")
 
 
 def main() -> None:

@@ -49,3 +49,26 @@ def test_lookahead_reaches_the_optimum_and_no_policy_passes_it(trace: str, queue
         assert found[eviction] <= best
     assert found["program"] >= found["lru"] > 0
     assert found["program"] >= 0.98 * best
+
+
+def test_each_optimum_is_named_after_the_order_it_is_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hit_rate
+    from belady import optimum
+    from hit_rate import Workload, measure, print_table
+    from traces import TRACES
+
+    monkeypatch.setattr(hit_rate, "QUEUES", ("fcfs",))
+    monkeypatch.setattr(hit_rate, "EVICTIONS", ("lru", "program"))
+    workload = Workload(trace=TRACES["chat"], size=1, seed=3, page_size=16)
+    figures = measure(workload, 0.3)
+    rates, num_pages = figures["queues"]["fcfs"], figures["pages"]  # type: ignore[index]
+    for eviction in ("lru", "program"):
+        log, _ = workload.run(num_pages, eviction=eviction, queue="fcfs")  # type: ignore[arg-type]
+        best = optimum(log, num_pages) / log.num_tokens()  # type: ignore[arg-type]
+        assert rates[f"best for the order of {eviction}"] == round(best, 5)
+    print_table("chat", figures)
+    printed = capsys.readouterr().out
+    assert f"{100 * rates['best for the order of program']:9.2f}" in printed
+    assert "best: the optimum for the order in which `program` admitted" in printed
