@@ -176,13 +176,13 @@ def walk_down(node: Node, data: bytes, limit: int, page_bytes: int) -> tuple[Nod
             break
         edge = child.edge
         if depth + len(edge) > limit or not data.startswith(edge, depth):
-            return child, _common_bytes(edge, data[depth:limit], page_bytes)
+            return child, common_bytes(edge, data[depth:limit], page_bytes)
         node = child
         depth += len(edge)
     return node, len(node.edge)
 
 
-def _common_bytes(edge: bytearray, data: bytes, page_bytes: int) -> int:
+def common_bytes(edge: bytes | bytearray, data: bytes, page_bytes: int) -> int:
     """Bytes of the whole pages, at least one, that `edge` and `data` start with alike."""
     same, limit = 1, min(len(edge), len(data)) // page_bytes  # in pages
     if edge[: limit * page_bytes] == data[: limit * page_bytes]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from heapq import heapify, heappop, heappush
 
-from palmette.radix_cache.node import TOKEN_BYTES, Node
+from palmette.radix_cache.node import TOKEN_BYTES, Node, common_bytes
 from palmette.radix_cache.policy import Key, Wanted
 
 from .sequence import SequenceState
@@ -60,7 +60,9 @@ class WaitingPrompts:
                 node = self._child(node, key, data[start:whole])
                 break
             if not data.startswith(child.edge, start) or child.end > whole:
-                child = self._split(child, self._common(child.edge, data[start:whole]))
+                child = self._split(
+                    child, common_bytes(child.edge, data[start:whole], self._page_bytes)
+                )
             node = child
             start = node.end
         self._ends[arrival] = node
@@ -94,7 +96,7 @@ class WaitingPrompts:
             if child is None:
                 break
             if not data.startswith(child.edge, node.end):
-                num_bytes += self._common(child.edge, data[node.end :])
+                num_bytes += common_bytes(child.edge, data[node.end :], self._page_bytes)
                 node = child
                 break
             node = child
@@ -123,17 +125,3 @@ class WaitingPrompts:
         node.key = node.edge[: self._page_bytes]
         upper.children[node.key] = node
         return upper
-
-    def _common(self, edge: bytes, data: bytes) -> int:
-        """Bytes of the whole pages, at least one, that both start with."""
-        size = self._page_bytes
-        low, high = 1, min(len(edge), len(data)) // size
-        if edge[: high * size] == data[: high * size]:
-            return high * size
-        while high - low > 1:
-            middle = (low + high) // 2
-            if edge[low * size : middle * size] == data[low * size : middle * size]:
-                low = middle
-            else:
-                high = middle
-        return low * size

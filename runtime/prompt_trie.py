@@ -16,7 +16,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Hashable
 
-from palmette.radix_cache.node import TOKEN_BYTES
+from palmette.radix_cache.node import TOKEN_BYTES, common_bytes
 
 from .sequence import SequenceState
 
@@ -132,7 +132,9 @@ class PromptTrie:
             if not isinstance(child, TrieNode):
                 child = self._make_node(node, key, child)
             if not data.startswith(child.edge, start) or child.end > whole:
-                child = self._split(child, self._common(child.edge, data[start:whole]))
+                child = self._split(
+                    child, common_bytes(child.edge, data[start:whole], self._page_bytes)
+                )
             node = child
             start = node.end
         else:
@@ -188,7 +190,9 @@ class PromptTrie:
                 break
             edge = child.edge if isinstance(child, TrieNode) else self._rest(child, start)
             if not isinstance(child, TrieNode) or not data.startswith(edge, start):
-                return child, (start + self._common(edge, data[start:])) // TOKEN_BYTES
+                return child, (
+                    start + common_bytes(edge, data[start:], self._page_bytes)
+                ) // TOKEN_BYTES
             node = child
         return node, node.end // TOKEN_BYTES
 
@@ -235,18 +239,3 @@ class PromptTrie:
             node.key, node.edge, node.parent = key, rest, upper
             upper.children[key] = node
         return upper
-
-    def _common(self, edge: bytes, data: bytes) -> int:
-        """Bytes of the whole pages, at least one, that both start with."""
-        size = self._page_bytes
-        low, high = 1, min(len(edge), len(data)) // size
-        if edge[: high * size] == data[: high * size]:
-            return high * size
-        while high - low > 1:
-            middle = (low + high) // 2
-            part = slice(low * size, middle * size)
-            if edge[part] == data[part]:
-                low = middle
-            else:
-                high = middle
-        return low * size
