@@ -33,6 +33,13 @@ class Formats(StrEnum):
     STRICT = "strict"  # an unknown one is refused
 
 
+class KeyOrder(StrEnum):
+    """The order of the keys of an object."""
+
+    DECLARED = "declared"  # as the schema declares them, then others
+    ANY = "any"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSpec:
     """A constraint on the whole of a generated text."""
@@ -41,11 +48,12 @@ class GrammarSpec:
     source: str = ""
     whitespace: Whitespace = Whitespace.BOUNDED
     formats: Formats = Formats.KNOWN
+    order: KeyOrder = KeyOrder.DECLARED
 
     @property
     def key(self) -> str:
         """A digest of everything that decides which texts are allowed."""
-        content = "\0".join((self.kind, self.whitespace, self.formats, self.source))
+        content = "\0".join((self.kind, self.whitespace, self.formats, self.order, self.source))
         return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     @classmethod
@@ -55,14 +63,19 @@ class GrammarSpec:
         *,
         whitespace: Whitespace = Whitespace.BOUNDED,
         formats: Formats = Formats.KNOWN,
+        order: KeyOrder = KeyOrder.DECLARED,
     ) -> GrammarSpec:
         """A JSON text that is valid under `schema`, given as JSON text or as a parsed document.
 
-        The order of keys is kept: it is the order in which properties are generated.
+        With order "declared" properties are generated in the order of the schema's keys.
         """
         source = schema if isinstance(schema, str) else _to_json(schema, "schema")
         return cls(
-            kind=GrammarKind.JSON_SCHEMA, source=source, whitespace=whitespace, formats=formats
+            kind=GrammarKind.JSON_SCHEMA,
+            source=source,
+            whitespace=whitespace,
+            formats=formats,
+            order=order,
         )
 
     @classmethod
