@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .residual import SchemaCheck
-from .spec import GrammarError, GrammarSpec
+from .spec import ConstraintIssue, GrammarError, GrammarSpec
 from .vocabulary import Vocabulary
 
 MaskRow = NDArray[np.int32]  # [W]
@@ -59,6 +59,9 @@ class GrammarState(Protocol):
 
 class CompiledGrammar(Protocol):
     """A grammar ready for one vocabulary; immutable, shared by all requests that use it."""
+
+    warnings: tuple[ConstraintIssue, ...]
+    """What was weakened, see `spec.Policy`; the compile service sets it."""
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from .limits import GrammarLimits
 from .llguidance_grammar import GrammarText, grammar_text, locate, widened
 from .masks import allowed_ids, is_allowed, row_of
 from .messages import reason
-from .spec import GrammarError, GrammarSpec
+from .spec import ConstraintIssue, GrammarError, GrammarSpec
 from .vocabulary import Vocabulary
 
 _LIMITS = llguidance.LLParserLimits(
@@ -172,6 +172,8 @@ class LLGuidanceState:
 
 class LLGuidanceGrammar:
     """See `backend.CompiledGrammar`."""
+
+    warnings: tuple[ConstraintIssue, ...] = ()
 
     def __init__(
         self, shared: _Shared, prototype: llguidance.LLMatcher, text: GrammarText, num_bytes: int

@@ -222,6 +222,8 @@ def _json_options(whitespace: Whitespace) -> dict[str, Json]:
             return {"whitespace_flexible": False}
         case Whitespace.FLEXIBLE:
             return {"whitespace_flexible": True}
+        case Whitespace.INDENT:
+            raise GrammarError("whitespace: indent is not supported yet")
 
 
 def _json_grammar(document: dict[str, Json], options: dict[str, Json]) -> str:

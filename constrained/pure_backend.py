@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .backend import GrammarState, MaskRow
-from .spec import GrammarError, GrammarKind, GrammarSpec
+from .spec import ConstraintIssue, GrammarError, GrammarKind, GrammarSpec
 from .vocabulary import Vocabulary
 
 
@@ -94,6 +94,7 @@ class PureGrammar:
     """See `backend.CompiledGrammar`."""
 
     notes: tuple[str, ...] = ()
+    warnings: tuple[ConstraintIssue, ...] = ()
     check = None
 
     def __init__(self, options: Sequence[bytes], vocabulary: Vocabulary):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from palmette.constrained.spec import ConstraintIssue, told
 from palmette.runtime.request import (
     ErrorInfo,
     Finish,
@@ -67,6 +68,7 @@ class Stream:
         "timing",
         "token_ids",
         "usage",
+        "warnings",
     )
 
     def __init__(self, request: Request) -> None:
@@ -79,6 +81,7 @@ class Stream:
         self.error: ErrorInfo | None = None
         self.usage = Usage()
         self.timing = Timing()
+        self.warnings: tuple[ConstraintIssue, ...] = ()
 
     def push(self, output: Output) -> bool:
         """Take one output; True when it is the last."""
@@ -93,6 +96,7 @@ class Stream:
         self.timing = output.timing
         self.finish = output.finish
         self.error = output.error
+        self.warnings = output.warnings
         return output.finish is not None
 
     def failure(self) -> ErrorInfo | None:
@@ -323,7 +327,7 @@ def _common_length(prompts: Sequence[Sequence[int]]) -> int:
 def request_meta(stream: Stream) -> Meta:
     """What SGLang calls meta_info, of one request."""
     usage = stream.usage
-    return {
+    meta: Meta = {
         "id": stream.request.request_id,
         "finish_reason": _finish_meta(stream),
         "prompt_tokens": usage.prompt_tokens,
@@ -338,6 +342,9 @@ def request_meta(stream: Stream) -> Meta:
         "evicted_by": usage.evicted_by,
         "e2e_latency": stream.timing.finished_s,
     }
+    if stream.warnings:
+        meta["constraint_warnings"] = told(stream.warnings)
+    return meta
 
 
 def _cached_details(usages: Sequence[Usage]) -> dict[str, int]:

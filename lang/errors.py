@@ -5,6 +5,8 @@ from __future__ import annotations
 import linecache
 from typing import TypeVar
 
+from palmette.constrained.spec import ConstraintIssue
+
 from .ir import Line
 
 
@@ -12,17 +14,26 @@ class ProgramError(RuntimeError):
     """An operation of a program failed; every later read of what depends on it raises this.
 
     `variable` and `line` say which operation, `code` is the stable word of the engine or server
-    (invalid_value, grammar, overloaded, ...), `reason` its message alone.
+    (invalid_value, grammar, overloaded, ...), `reason` its message alone; `issue` is the part of
+    a constraint that is refused.
     """
 
     def __init__(
-        self, reason: str, *, operation: str, variable: str | None, line: Line, code: str
+        self,
+        reason: str,
+        *,
+        operation: str,
+        variable: str | None,
+        line: Line,
+        code: str,
+        issue: ConstraintIssue | None = None,
     ) -> None:
         self.reason = reason
         self.operation = operation
         self.variable = variable
         self.line = line
         self.code = code
+        self.issue = issue
         what = operation if variable is None else f"{operation} {variable!r}"
         super().__init__(f"{what} failed: {reason}{_place(line)}")
 

@@ -280,4 +280,5 @@ def program_error(node: Node, failure: ErrorInfo) -> ProgramError:
         variable=None if isinstance(node, Extend) else node.name,
         line=node.line,
         code=failure.code,
+        issue=failure.issue,
     )

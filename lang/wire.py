@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from palmette.constrained.spec import GrammarKind, GrammarSpec
+from palmette.constrained.spec import ConstraintIssue, GrammarKind, GrammarSpec
 from palmette.runtime.request import (
     EngineInfo,
     ErrorInfo,
@@ -123,6 +123,7 @@ class Batch:
             ),
             timing=Timing(finished_s=None if finish is None else meta.get("e2e_latency")),
             error=_abort_error(finish, meta),
+            warnings=_warnings(meta.get("constraint_warnings") or ()),
         )
         one.num_ids, one.num_chars, one.num_logprobs = len(ids), len(text), len(rows)
         one.is_finished = finish is not None
@@ -220,7 +221,15 @@ def _sampling(request: Request, *, num_choices: int) -> dict[str, object]:
 
 
 def _grammar(spec: GrammarSpec) -> dict[str, object]:
-    body: dict[str, object] = {"whitespace": str(spec.whitespace)}
+    body: dict[str, object] = {}
+    if spec.is_json:
+        body = {
+            "whitespace": spec.whitespace_text,
+            "formats": str(spec.formats),
+            "order": str(spec.order),
+            "additional": str(spec.additional),
+            "policy": str(spec.policy),
+        }
     if spec.kind is GrammarKind.JSON_OBJECT:
         return body | {"json_schema": '{"type": "object"}'}
     if spec.kind is GrammarKind.CHOICE:
@@ -236,6 +245,16 @@ def _logprobs(rows: Sequence[Any], tops: Sequence[Any]) -> tuple[TokenLogprob, .
             top=tuple((top[1], top[0]) for top in (tops[index] if index < len(tops) else ()) or ()),
         )
         for index, row in enumerate(rows)
+    )
+
+
+def _warnings(parts: Sequence[Any]) -> tuple[ConstraintIssue, ...]:
+    return tuple(
+        ConstraintIssue(
+            pointer=part.get("pointer"), keyword=part.get("keyword"), reason=part.get("reason", "")
+        )
+        for part in parts
+        if isinstance(part, Mapping)
     )
 
 
@@ -288,6 +307,17 @@ def error_of_event(event: Mapping[str, Any]) -> ErrorInfo:
     if isinstance(error, Mapping):
         message = str(error.get("message", error))
         return ErrorInfo(
-            code=str(error.get("code") or "http"), message=message, field=error.get("param")
+            code=str(error.get("code") or "http"),
+            message=message,
+            field=error.get("param"),
+            issue=_issue(error),
         )
     return ErrorInfo(code="http", message=str(error))
+
+
+def _issue(error: Mapping[str, Any]) -> ConstraintIssue | None:
+    if not error.get("reason"):
+        return None
+    names = ("pointer", "keyword", "reason", "suggestion")
+    values = {name: error.get(name) for name in names}
+    return ConstraintIssue(**{n: v if v is None else str(v) for n, v in values.items()})  # type: ignore[arg-type]

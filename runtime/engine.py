@@ -399,24 +399,23 @@ class Engine:
             del self._live[sequence.request_id]
         is_complete = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
         token_ids, text, logprobs = sequence.delivery.take() if is_complete else ((), "", ())
-        usage = sequence.usage()
         timing = sequence.timing(finished_s=self._clock() - sequence.submitted_at)
         self._scheduler.budget.note_end(timing, len(sequence.generated))
-        self._outputs.append(
-            Output(
-                request_id=sequence.request_id,
-                token_ids=token_ids,
-                text=text,
-                logprobs=logprobs,
-                prompt_logprobs=sequence.take_prompt_logprobs() if is_complete else (),
-                finish=finish,
-                usage=usage,
-                timing=timing,
-                error=error,
-            )
+        output = Output(
+            request_id=sequence.request_id,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            prompt_logprobs=sequence.take_prompt_logprobs() if is_complete else (),
+            finish=finish,
+            usage=sequence.usage(),
+            timing=timing,
+            error=error,
+            warnings=sequence.warnings,
         )
+        self._outputs.append(output)
         self._num_ended += 1
-        self._counters.add_end(finish.reason, usage, error)
+        self._counters.add_end(finish.reason, output.usage, error)
 
     def _end_late_aborts(self) -> None:
         """End what was aborted while a step was in flight and is not over yet."""

@@ -39,7 +39,7 @@ def explain(request_id: str, error: Exception) -> ErrorInfo:
     if isinstance(error, SequenceFault):
         return error.info
     if isinstance(error, GrammarError):
-        return ErrorInfo(code="grammar", message=str(error), field="grammar")
+        return ErrorInfo(code="grammar", message=str(error), field="grammar", issue=error.issue)
     # torch's OutOfMemoryError is known by name: torch is not imported on this floor.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         message = f"request {request_id}: out of memory; try a shorter prompt"

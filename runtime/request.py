@@ -17,7 +17,7 @@ from enum import StrEnum
 
 import msgspec
 
-from palmette.constrained.spec import GrammarSpec
+from palmette.constrained.spec import ConstraintIssue, GrammarSpec
 
 
 class RequestError(ValueError):
@@ -214,6 +214,7 @@ class ErrorInfo:
     code: str  # invalid_value, grammar, constraint, out_of_memory, overloaded, deadline, internal
     message: str
     field: str | None = None
+    issue: ConstraintIssue | None = None  # the part of the constraint that is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +235,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     usage: Usage = Usage()  # cumulative
     timing: Timing = Timing()
     error: ErrorInfo | None = None
+    warnings: tuple[ConstraintIssue, ...] = ()  # with the last one: weakened, or overruled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from enum import StrEnum
 import numpy as np
 
 from palmette.constrained.backend import CompiledGrammar, GrammarState
+from palmette.constrained.spec import ConstraintIssue
 from palmette.kernels.sampling import RowSampling
 from palmette.radix_cache.ledger import Miss, MissReason
 from palmette.radix_cache.node import encode
@@ -201,6 +202,11 @@ class SequenceState:
             vocabulary = self.delivery.vocabulary
             self.grammar = self.compiled.start()
             self.constraint = Constraint(self.grammar, self.compiled, vocabulary)
+
+    @property
+    def warnings(self) -> tuple[ConstraintIssue, ...]:
+        """What of its constraint is not enforced, for its client."""
+        return () if self.compiled is None else self.compiled.warnings
 
     def append(self, token_id: int) -> None:
         """Add a generated id; its KV is not there yet. Amortised O(1)."""

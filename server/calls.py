@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from palmette.constrained.spec import ConstraintIssue
 from palmette.runtime.request import (
     ErrorInfo,
     Finish,
@@ -44,6 +45,7 @@ class Choice:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     usage: Usage = field(default_factory=Usage)
     finish: Finish | None = None
+    warnings: tuple[ConstraintIssue, ...] = ()
 
     @property
     def text(self) -> str:
@@ -60,6 +62,7 @@ class Choice:
             self.prompt_logprobs = output.prompt_logprobs
         self.usage = output.usage
         self.finish = output.finish
+        self.warnings = output.warnings
 
 
 class Call:

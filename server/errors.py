@@ -2,6 +2,8 @@
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
+A constraint that is refused has `pointer`, `keyword`, `reason` and `suggestion` beside them.
+
 A message names the field, the value, the limit and the way out. It never holds the text of an
 exception that is not ours: details go to the log, under the request's id.
 """
@@ -12,6 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from palmette.constrained.spec import ConstraintIssue
 from palmette.runtime.request import ErrorInfo, RequestError
 
 from .remote_engine import EngineUnavailable
@@ -32,6 +35,7 @@ _TYPES = {
     408: "timeout_error",
     429: "rate_limit_error",
 }
+_ISSUE_FIELDS = ("pointer", "keyword", "reason", "suggestion")
 _RETRY_AFTER = {429: "1", 503: "5"}
 
 
@@ -46,12 +50,14 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        issue: ConstraintIssue | None = None,
     ):
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.issue = issue
         self.headers = dict(headers or {})
         if status in _RETRY_AFTER:
             self.headers.setdefault("retry-after", _RETRY_AFTER[status])
@@ -59,14 +65,15 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {
-            "error": {
-                "message": self.message,
-                "type": _TYPES.get(self.status, kind),
-                "param": self.param,
-                "code": self.code,
-            }
+        error = {
+            "message": self.message,
+            "type": _TYPES.get(self.status, kind),
+            "param": self.param,
+            "code": self.code,
         }
+        if self.issue is not None:
+            error |= {name: getattr(self.issue, name) for name in _ISSUE_FIELDS}
+        return {"error": error}
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
@@ -83,7 +90,9 @@ def from_engine(error: ErrorInfo, names: Mapping[str, str]) -> ApiError:
     """The answer to an error that ended a request in the engine."""
     status = _STATUS.get(error.code, 400)
     if status == 400:
-        return _renamed(error.message, error.field, error.code, names)
+        answer = _renamed(error.message, error.field, error.code, names)
+        answer.issue = error.issue
+        return answer
     if status == 500:
         return internal()
     return ApiError(status, error.message, code=error.code)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from palmette.constrained.spec import GrammarSpec
+from palmette.constrained.spec import GrammarSpec, told
 from palmette.runtime.request import (
     EngineInfo,
     FinishReason,
@@ -275,6 +275,8 @@ class GenerateFormat:
             "evicted_ago_s": usage.evicted_ago_s,
             "evicted_by": usage.evicted_by,
         }
+        if choice.warnings:
+            meta["constraint_warnings"] = told(choice.warnings)
         if choice.index in self._tables:
             meta |= self._tables[choice.index].values()
         return meta

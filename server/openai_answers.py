@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from palmette.constrained.spec import told
 from palmette.runtime.request import Output, TokenLogprob
 
 from .calls import Call, Choice
@@ -40,6 +41,7 @@ class _Answers:
         if self._wants_usage:
             chunk = self._envelope(self.chunk_kind, [])
             chunk["usage"] = usage(self._call.choices)
+            self._add_warnings(chunk, self._call.choices)
             yield chunk
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -54,10 +56,20 @@ class _Answers:
     def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         answer = self._envelope(self.whole_kind, choices)
         answer["usage"] = usage(self._call.choices)
+        self._add_warnings(answer, self._call.choices)
         return answer
+
+    @staticmethod
+    def _add_warnings(answer: dict[str, Any], choices: Sequence[Choice]) -> None:
+        """What of the constraints is not enforced, each part once."""
+        warnings = dict.fromkeys(issue for choice in choices for issue in choice.warnings)
+        if warnings:
+            answer["constraint_warnings"] = told(tuple(warnings))
 
     def _chunk(self, choice: dict[str, Any]) -> Chunk:
         chunk = self._envelope(self.chunk_kind, [choice])
+        if choice["finish_reason"] is not None:
+            self._add_warnings(chunk, [self._call.choices[choice["index"]]])
         if self._wants_usage:
             chunk["usage"] = None  # OpenAI's: null in every chunk but the last
         return chunk
@@ -128,9 +140,7 @@ class ChatFormat(_Answers):
         if delta or scored or (self._return_ids and output.token_ids):
             yield self._delta(choice, delta, output.logprobs, output.token_ids)
         if output.finish is not None:
-            chunk = self._delta(choice, {})
-            chunk["choices"][0]["finish_reason"] = self._reason(choice)
-            yield chunk
+            yield self._delta(choice, {}, reason=self._reason(choice))
 
     def _tool_delta(self, choice: Choice, output: Output) -> dict[str, Any]:
         """Arguments as they come when the tool is known; else the whole call at the end."""
@@ -151,6 +161,7 @@ class ChatFormat(_Answers):
         delta: dict[str, Any],
         logprobs: Sequence[TokenLogprob] = (),
         token_ids: Sequence[int] = (),
+        reason: str | None = None,
     ) -> Chunk:
         wanted = self._wants_logprobs and logprobs
         return self._chunk(
@@ -158,7 +169,7 @@ class ChatFormat(_Answers):
                 "index": choice.index,
                 "delta": delta,
                 "logprobs": self._logprobs.chat(logprobs) if wanted else None,
-                "finish_reason": None,
+                "finish_reason": reason,
                 **(self._ids(token_ids) if token_ids else {}),
             }
         )
