@@ -6,12 +6,14 @@ A scope that an exception leaves does nothing at its end.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .host import Span
 
 if TYPE_CHECKING:
-    from .state import ProgramState, ProgramStateGroup
+    from .writer import ProgramStateGroup, StateWriter
+
+S = TypeVar("S", bound="StateWriter")
 
 
 class RoleScope:
@@ -19,7 +21,7 @@ class RoleScope:
 
     __slots__ = ("_role", "_state")
 
-    def __init__(self, state: ProgramState, role: str) -> None:
+    def __init__(self, state: StateWriter, role: str) -> None:
         self._state = state
         self._role = role
 
@@ -41,7 +43,7 @@ class VariableScope:
 
     __slots__ = ("_base", "_name", "_state")
 
-    def __init__(self, state: ProgramState, name: str) -> None:
+    def __init__(self, state: StateWriter, name: str) -> None:
         self._state = state
         self._name = name
         self._base = state._state
@@ -59,15 +61,15 @@ class VariableScope:
             self._state._variables[self._name] = Span(self._base, self._state._state)
 
 
-class CopyScope:
+class CopyScope(Generic[S]):
     """`with s.copy() as t:`; a group for more than one copy."""
 
     __slots__ = ("_group",)
 
-    def __init__(self, group: ProgramStateGroup) -> None:
+    def __init__(self, group: ProgramStateGroup[S]) -> None:
         self._group = group
 
-    def __enter__(self) -> ProgramState | ProgramStateGroup:
+    def __enter__(self) -> S | ProgramStateGroup[S]:
         return self._group[0] if len(self._group) == 1 else self._group
 
     def __exit__(

@@ -1,0 +1,305 @@
+"""The half of a state that writes: what is appended becomes operations; nothing here waits.
+
+`ProgramState` and `AsyncState` add the half that reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Self, TypeAlias, TypeVar, overload
+
+from .errors import located
+from .expressions import (
+    Constant,
+    Expr,
+    GenExpr,
+    RoleBegin,
+    RoleEnd,
+    SelectExpr,
+    Sum,
+    as_expr,
+    resolve,
+)
+from .host import Bound, Gathered, Host, Turn, caller_line
+from .ir import ROOT, Line, Splice, StateId, Text, ValueId
+from .scopes import CopyScope, RoleScope, VariableScope
+
+Forker: TypeAlias = "Callable[[int], Expr | str] | Sequence[Expr | str]"
+S = TypeVar("S", bound="StateWriter")
+
+
+class StateWriter:
+    """A place in the graph of operations, the variables bound so far, and the open role."""
+
+    __slots__ = (
+        "_base",
+        "_branch",
+        "_host",
+        "_role",
+        "_role_base",
+        "_state",
+        "_turns",
+        "_variables",
+    )
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._state = ROOT
+        self._base = ROOT  # where this fork began
+        self._branch = ""  # which fork of which, for `explain`
+        self._variables: dict[str, object] = {}
+        self._turns: list[Turn] = []
+        self._role: str | None = None
+        self._role_base = ROOT
+
+    def __iadd__(self, other: Expr | str) -> Self:
+        self._append(other)
+        return self
+
+    @overload
+    def system(self) -> RoleScope: ...
+    @overload
+    def system(self, expr: Expr | str) -> None: ...
+
+    def system(self, expr: Expr | str | None = None) -> RoleScope | None:
+        """Append a message of `system`, or with no `expr`: `with s.system():` around its parts."""
+        return self._role_of("system", expr)
+
+    @overload
+    def user(self) -> RoleScope: ...
+    @overload
+    def user(self, expr: Expr | str) -> None: ...
+
+    def user(self, expr: Expr | str | None = None) -> RoleScope | None:
+        """Append a message of `user`, or with no `expr`: `with s.user():` around its parts."""
+        return self._role_of("user", expr)
+
+    @overload
+    def assistant(self) -> RoleScope: ...
+    @overload
+    def assistant(self, expr: Expr | str) -> None: ...
+
+    def assistant(self, expr: Expr | str | None = None) -> RoleScope | None:
+        """Append a message of `assistant`; no `expr`: `with s.assistant():` around its parts."""
+        return self._role_of("assistant", expr)
+
+    def system_begin(self) -> None:
+        self._begin_role("system")
+
+    def system_end(self) -> None:
+        self._end_role("system")
+
+    def user_begin(self) -> None:
+        self._begin_role("user")
+
+    def user_end(self) -> None:
+        self._end_role("user")
+
+    def assistant_begin(self) -> None:
+        self._begin_role("assistant")
+
+    def assistant_end(self) -> None:
+        self._end_role("assistant")
+
+    def var_scope(self, name: str) -> VariableScope:
+        """`with s.var_scope("x"):` binds all text written inside to "x"."""
+        return VariableScope(self, name)
+
+    def set_var(self, name: str, value: object) -> None:
+        self._variables[name] = value
+
+    __setitem__ = set_var
+
+    def call(self, name: str, function: Callable[..., object], *variables: str) -> None:
+        """Bind `name` to function(values of variables) without waiting for them."""
+        values: list[ValueId] = []
+        for variable in variables:
+            binding = self._variables.get(variable)
+            if not isinstance(binding, Bound):
+                raise KeyError(f"{variable!r} is no generated variable of this state")
+            values.append(binding.value)
+        reading = self._host.reading
+        self._variables[name] = Bound(reading.call(name, function, tuple(values), caller_line()))
+
+    # Forking
+
+    def fork(
+        self, size: int = 1, position_ids_offset: Sequence[int] | None = None
+    ) -> ProgramStateGroup[Self]:
+        """`size` states that go on from here, each on its own; none for 0.
+
+        The text up to here is computed once for all of them. Variables stay in their fork until
+        `join`.
+
+        >>> forks = s.fork(2)
+        >>> forks += lambda i: f" Tip {i + 1}:" + pm.gen("tip", max_tokens=8)
+
+        `position_ids_offset` is accepted for SGLang's sake and changes nothing.
+        """
+        if size < 0:
+            raise ValueError(f"fork: size {size} is out of range; it must be >= 0")
+        return ProgramStateGroup([self._child(index, size) for index in range(size)], self)
+
+    def copy(
+        self, size: int = 1, position_ids_offset: Sequence[int] | None = None
+    ) -> CopyScope[Self]:
+        """`with s.copy() as t:` works on a copy; its new variables are gathered at the end."""
+        return CopyScope(self.fork(size, position_ids_offset))
+
+    def _new(self) -> Self:
+        """An empty state of the same run."""
+        raise NotImplementedError
+
+    def _child(self, index: int, size: int) -> Self:
+        child = self._new()
+        child._branch = f"{self._branch}, fork {index}/{size}".removeprefix(", ")
+        child._state = child._base = self._state
+        child._variables = dict(self._variables)
+        child._turns = list(self._turns)
+        child._role, child._role_base = self._role, self._role_base
+        return child
+
+    # How expressions become operations
+
+    def _append(self, value: object) -> None:
+        expr, line = as_expr(value), caller_line()
+        try:
+            self._append_expr(expr, line)
+        except ValueError as error:
+            raise located(error, line) from error.__cause__
+
+    def _append_expr(self, expr: Expr, line: Line) -> None:
+        host = self._host
+        match expr:
+            case Constant():
+                self._append_text(expr.text, self._role is None, line)
+            case GenExpr():
+                try:
+                    options = resolve(expr.arguments, host.defaults)
+                except ValueError as error:
+                    what = "gen" if expr.name is None else f"gen {expr.name!r}"
+                    raise located(error, line, what) from error.__cause__
+                self._state, value = host.reading.gen(
+                    self._state, expr.name, options, self._role is None, line
+                )
+                self._bind(expr.name, value)
+            case Sum():
+                for term in expr.terms:
+                    self._append_expr(term, line)
+            case SelectExpr():
+                trusted = self._role is None
+                self._state, value = host.reading.select(
+                    self._state, expr.name, expr.choices, expr.method, trusted, line
+                )
+                self._bind(expr.name, value)
+            case RoleBegin():
+                self._begin_role(expr.role)
+            case RoleEnd():
+                self._end_role(expr.role)
+            case _:
+                raise TypeError(f"a state cannot take {expr!r}")
+
+    def _bind(self, name: str | None, value: ValueId) -> None:
+        if name is not None:
+            self._variables[name] = Bound(value)
+        if self._branch:
+            self._host.branches[value] = self._branch
+
+    def _append_text(self, text: str, trusted: bool, line: Line) -> None:
+        if text:
+            self._state = self._host.reading.extend(self._state, Text(text, trusted), line)
+
+    def _splice(self, base: StateId, tip: StateId, line: Line) -> None:
+        if base != tip:
+            self._state = self._host.reading.extend(self._state, Splice(base, tip), line)
+
+    def _role_of(self, role: str, expr: Expr | str | None) -> RoleScope | None:
+        if expr is None:
+            return RoleScope(self, role)
+        self._append(Sum((RoleBegin(role), as_expr(expr), RoleEnd(role))))
+        return None
+
+    def _begin_role(self, role: str) -> None:
+        if self._role is not None:
+            error = ValueError(
+                f"role {role!r} begins inside of role {self._role!r}; end that first"
+            )
+            raise located(error, caller_line())
+        previous = self._turns[-1].role if self._turns else None
+        self._append_text(self._host.chat().opening(previous, role), True, caller_line())
+        self._role, self._role_base = role, self._state
+
+    def _end_role(self, role: str) -> None:
+        if self._role != role:
+            is_open = "no role" if self._role is None else f"role {self._role!r}"
+            raise located(ValueError(f"role {role!r} ends, but {is_open} is open"), caller_line())
+        self._turns.append(Turn(role, self._role_base, self._state))
+        self._role = None
+        self._append_text(self._host.chat().close[role], True, caller_line())
+
+
+class ProgramStateGroup(Generic[S]):
+    """The states of one fork. Writing to it writes to each."""
+
+    def __init__(self, states: list[S], source: S) -> None:
+        self.states = states
+        self.src_state = source
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __iter__(self) -> Iterator[S]:
+        return iter(self.states)
+
+    def __getitem__(self, index: int) -> S:
+        return self.states[index]
+
+    def __setitem__(self, index: int, state: S) -> None:
+        # `forks[i] += expr` ends with an assignment of the same state.
+        if state is not self.states[index]:
+            raise TypeError("a state of a fork cannot be replaced")
+
+    def __iadd__(self, other: Expr | str | Forker) -> ProgramStateGroup[S]:
+        """Append an expression to all, the i-th of a list, or what a function gives for i."""
+        if isinstance(other, str | Expr):
+            items: list[Expr | str] = [other] * len(self.states)
+        elif callable(other):
+            items = [other(index) for index in range(len(self.states))]
+        elif isinstance(other, list | tuple):
+            items = list(other)
+        else:
+            raise TypeError(f"forks take an expression, a list or a function, not {other!r:.60}")
+        if len(items) != len(self.states):
+            raise ValueError(f"{len(items)} expressions for {len(self.states)} forks")
+        for state, item in zip(self.states, items, strict=True):
+            state._append(item)
+        return self
+
+    def join(self, mode: str = "gather_variable") -> None:
+        """Give what the forks made to the state they came from; does not wait.
+
+        gather_variable: each variable that the source lacks becomes a list of the forks' values.
+        concate_and_append: what each fork wrote follows in the source, token for token.
+
+        >>> forks.join()
+        >>> tips = s["tip"]  # a list, one text per fork
+        """
+        if mode == "gather_variable":
+            self._gather()
+        elif mode == "concate_and_append":
+            line = caller_line()
+            for state in self.states:
+                self.src_state._splice(state._base, state._state, line)
+        else:
+            raise ValueError(
+                f"join mode {mode!r} is not known; use 'gather_variable' or 'concate_and_append'"
+            )
+
+    def _gather(self) -> None:
+        source = self.src_state._variables
+        gathered: dict[str, Gathered] = {}
+        for state in self.states:
+            for name, binding in state._variables.items():
+                if name not in source:
+                    gathered.setdefault(name, Gathered()).append(binding)
+        source.update(gathered)
