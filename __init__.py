@@ -16,22 +16,11 @@ if TYPE_CHECKING:
     from palmette.lang import testing
     from palmette.lang.api import (
         Function,
-        assistant,
-        assistant_begin,
-        assistant_end,
         function,
         gen,
         gen_int,
         gen_string,
-        image,
         select,
-        system,
-        system_begin,
-        system_end,
-        user,
-        user_begin,
-        user_end,
-        video,
     )
     from palmette.lang.backends import (
         Runtime,
@@ -47,6 +36,19 @@ if TYPE_CHECKING:
     from palmette.lang.errors import ConcretizationError, ProgramError
     from palmette.lang.explain import explain, format_tree
     from palmette.lang.remote import HttpClient, RuntimeEndpoint
+    from palmette.lang.roles import (
+        assistant,
+        assistant_begin,
+        assistant_end,
+        image,
+        system,
+        system_begin,
+        system_end,
+        user,
+        user_begin,
+        user_end,
+        video,
+    )
     from palmette.lang.state import ProgramState
     from palmette.runtime.config import EngineConfig
     from palmette.runtime.engine import Engine
@@ -75,9 +77,9 @@ _PUBLIC = {
     "Runtime": "palmette.lang.backends",
     "RuntimeEndpoint": "palmette.lang.remote",
     "SamplingParams": "palmette.runtime.request",
-    "assistant": "palmette.lang.api",
-    "assistant_begin": "palmette.lang.api",
-    "assistant_end": "palmette.lang.api",
+    "assistant": "palmette.lang.roles",
+    "assistant_begin": "palmette.lang.roles",
+    "assistant_end": "palmette.lang.roles",
     "explain": "palmette.lang.explain",
     "flush_cache": "palmette.lang.backends",
     "format_tree": "palmette.lang.explain",
@@ -87,19 +89,19 @@ _PUBLIC = {
     "gen_string": "palmette.lang.api",
     "get_server_info": "palmette.lang.backends",
     "greedy_token_selection": "palmette.lang.choices",
-    "image": "palmette.lang.api",
+    "image": "palmette.lang.roles",
     "select": "palmette.lang.api",
     "set_default_backend": "palmette.lang.backends",
-    "system": "palmette.lang.api",
-    "system_begin": "palmette.lang.api",
-    "system_end": "palmette.lang.api",
+    "system": "palmette.lang.roles",
+    "system_begin": "palmette.lang.roles",
+    "system_end": "palmette.lang.roles",
     "testing": "palmette.lang.testing",
     "token_length_normalized": "palmette.lang.choices",
     "unconditional_likelihood_normalized": "palmette.lang.choices",
-    "user": "palmette.lang.api",
-    "user_begin": "palmette.lang.api",
-    "user_end": "palmette.lang.api",
-    "video": "palmette.lang.api",
+    "user": "palmette.lang.roles",
+    "user_begin": "palmette.lang.roles",
+    "user_end": "palmette.lang.roles",
+    "video": "palmette.lang.roles",
 }
 _MODULES = frozenset({"testing"})  # public names that are modules themselves
 

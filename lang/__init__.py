@@ -2,5 +2,5 @@
 
 May import every floor below it; never torch, fastapi or the server.
 
-Public: the names of `api`, re-exported by `import palmette`.
+Public: the names of `api` and `roles`, re-exported by `import palmette`.
 """

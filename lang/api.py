@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from palmette.runtime.text import well_formed
 
@@ -32,11 +32,7 @@ from .expressions import (
     Expr,
     GenArguments,
     GenExpr,
-    RoleBegin,
-    RoleEnd,
     SelectExpr,
-    Sum,
-    as_expr,
     dtype_name,
     grammar_of,
 )
@@ -269,6 +265,11 @@ def gen(
     json_schema: str | Mapping[str, object] | type | None = None,
     *,
     ebnf: str | None = None,
+    whitespace: str | None = None,
+    order: str | None = None,
+    additional: str | None = None,
+    formats: str | None = None,
+    policy: str | None = None,
     seed: int | None = None,
     logit_bias: Mapping[int | str, float] | None = None,
     repetition_penalty: float | None = None,
@@ -279,8 +280,10 @@ def gen(
     With `choices` it is `select`: arguments that say how to draw and where to end have no use
     then, those that would change the result (n, penalties, logit_bias) are refused. At most one of
     `choices`, `regex`, `json_schema` (JSON text, a dict, a pydantic model or another Python type),
-    `ebnf` and `dtype` constrains the text. `dtype` (int, float, bool, str) is a ready-made regex:
-    the variable is text that matches the pattern of the type, not a value of it (`int(s["x"])`).
+    `ebnf` and `dtype` constrains the text. `whitespace` ("compact", "indent=2"), `order` ("any"),
+    `additional` ("forbid"), `formats` and `policy` ("lenient") are options of `json_schema`.
+    `dtype` (int, float, bool, str) is a ready-made regex: the variable is text that matches the
+    pattern of the type, not a value of it (`int(s["x"])`).
     With n > 1 the variable is a list of n texts and the state goes on with the first.
 
     >>> s += "2+2=" + pm.gen("sum", dtype=int, max_tokens=8)
@@ -311,7 +314,18 @@ def gen(
         top_logprobs_num=top_logprobs_num,
         return_text_in_logprobs=return_text_in_logprobs,
         dtype=None if dtype is None else dtype_name(dtype),
-        grammar=grammar_of(regex=regex, json_schema=json_schema, ebnf=ebnf),
+        grammar=grammar_of(
+            regex=regex,
+            json_schema=json_schema,
+            ebnf=ebnf,
+            options={
+                "whitespace": whitespace,
+                "order": order,
+                "additional": additional,
+                "formats": formats,
+                "policy": policy,
+            },
+        ),
         seed=seed,
         logit_bias=tuple(sorted((int(key), bias) for key, bias in (logit_bias or {}).items())),
         repetition_penalty=repetition_penalty,
@@ -396,79 +410,6 @@ def select(
             f"temperature: {temperature} is out of range; select does not sample, it must be 0"
         )
     return SelectExpr(name, _choices(choices), choices_method)
-
-
-def system(expr: Expr | str | None = None) -> Expr:
-    """`expr` as the system message, which says how the model is to behave.
-
-    The markers of the model's chat template stand around it; so in `user` and `assistant`.
-
-    >>> s += pm.system("Answer in one word.")
-    >>> s += pm.user("Which is the largest planet?")
-    """
-    return _role("system", expr)
-
-
-def user(expr: Expr | str | None = None) -> Expr:
-    """`expr` as a message of the user.
-
-    >>> s += pm.user("Which is the largest planet?")
-    >>> s += pm.assistant(pm.gen("answer", max_tokens=8))
-    """
-    return _role("user", expr)
-
-
-def assistant(expr: Expr | str | None = None) -> Expr:
-    """`expr` as a message of the model, mostly with a gen() in it.
-
-    >>> s += pm.user("Name a colour.")
-    >>> s += pm.assistant("A colour is" + pm.gen("colour", max_tokens=8))
-    """
-    return _role("assistant", expr)
-
-
-def system_begin() -> Expr:
-    """The marker that opens what `system` puts around its text."""
-    return RoleBegin("system")
-
-
-def system_end() -> Expr:
-    """The marker that closes what `system` puts around its text."""
-    return RoleEnd("system")
-
-
-def user_begin() -> Expr:
-    """The marker that opens what `user` puts around its text."""
-    return RoleBegin("user")
-
-
-def user_end() -> Expr:
-    """The marker that closes what `user` puts around its text."""
-    return RoleEnd("user")
-
-
-def assistant_begin() -> Expr:
-    """The marker that opens what `assistant` puts around its text."""
-    return RoleBegin("assistant")
-
-
-def assistant_end() -> Expr:
-    """The marker that closes what `assistant` puts around its text."""
-    return RoleEnd("assistant")
-
-
-def image(path: str | bytes) -> NoReturn:
-    """Raises ValueError: no model that runs here takes images."""
-    raise ValueError("image: the models that run here take text only")
-
-
-def video(path: str, num_frames: int) -> NoReturn:
-    """Raises ValueError: no model that runs here takes videos."""
-    raise ValueError("video: the models that run here take text only")
-
-
-def _role(role: str, expr: Expr | str | None) -> Expr:
-    return Sum((RoleBegin(role), as_expr("" if expr is None else expr), RoleEnd(role)))
 
 
 def _gen_dtype(dtype: str, **arguments: object) -> Expr:

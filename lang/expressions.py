@@ -231,14 +231,34 @@ def dtype_name(dtype: object) -> str:
     return name
 
 
-def grammar_of(*, regex: str | None, json_schema: object, ebnf: str | None) -> GrammarSpec | None:
-    """The constraint given, if any. `json_schema`: JSON text, a dict, or a Python type."""
+def grammar_of(
+    *,
+    regex: str | None,
+    json_schema: object,
+    ebnf: str | None,
+    options: Mapping[str, str | None],
+) -> GrammarSpec | None:
+    """The constraint given, if any. `json_schema`: JSON text, a dict, or a Python type.
+
+    Raises:
+        ValueError: it is none, or `options` are given for what is no JSON.
+    """
+    spec: GrammarSpec | None = None
     if regex is not None:
-        return GrammarSpec(kind=GrammarKind.REGEX, source=well_formed(regex))
-    if ebnf is not None:
-        return GrammarSpec(kind=GrammarKind.EBNF, source=well_formed(ebnf))
-    if json_schema is None:
+        spec = GrammarSpec(kind=GrammarKind.REGEX, source=well_formed(regex))
+    elif ebnf is not None:
+        spec = GrammarSpec(kind=GrammarKind.EBNF, source=well_formed(ebnf))
+    elif json_schema is not None:
+        spec = _json_spec(json_schema)
+    given = {name: value for name, value in options.items() if value is not None}
+    if spec is None:
+        if given:
+            raise ValueError(f"{next(iter(given))}: needs json_schema, whose option it is")
         return None
+    return spec.with_options(**given)
+
+
+def _json_spec(json_schema: object) -> GrammarSpec:
     if isinstance(json_schema, str):
         return GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=well_formed(json_schema))
     if isinstance(json_schema, Mapping):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from palmette.constrained.spec import GrammarSpec, told
+from palmette.constrained.spec import told
 from palmette.runtime.request import (
     EngineInfo,
     FinishReason,
@@ -27,6 +27,7 @@ from palmette.runtime.request import (
 
 from .auth import Owner
 from .calls import Call, Choice
+from .constraints import generate_constraint
 from .context import ServerContext, context_of, read_struct
 from .errors import invalid
 from .json_array import JsonArray
@@ -38,11 +39,10 @@ from .limits import (
     check_num_choices,
     check_priority,
     check_program,
-    generate_grammar,
     generate_sampling,
+    names_of,
     new_call_id,
     prompt_list,
-    with_grammar_name,
 )
 from .openai_format import number
 from .respond import Chunk, json_response, stream_response
@@ -92,7 +92,7 @@ async def generate(request: Request) -> Response:
         prompts,
         plans,
         rids=_rids(body.rid, len(items)),
-        names=with_grammar_name(GENERATE_NAMES, _first_grammar(plans), json_name="json_schema"),
+        names=names_of(GENERATE_NAMES, plans),
     )
     formatted = GenerateFormat(context, body, call, plans, is_batch or plans[0].n > 1)
     if body.stream:
@@ -153,7 +153,7 @@ def _plans(
         plans.append(
             Plan(
                 sampling=generate_sampling(sampling, context.info),
-                grammar=generate_grammar(sampling, context.info.limits),
+                constraint=generate_constraint(sampling, context.info.limits),
                 logprobs=options,
                 n=sampling.n,
                 namespace=namespace,
@@ -165,10 +165,6 @@ def _plans(
             )
         )
     return plans
-
-
-def _first_grammar(plans: Sequence[Plan]) -> GrammarSpec | None:
-    return next((plan.grammar for plan in plans if plan.grammar is not None), None)
 
 
 def _prompt_start(start: int, sampling: SamplingBody, num_prompt: int) -> int | None:

@@ -1,20 +1,18 @@
 """From the wire to a `Request`: the one place where a client's values are judged.
 
-Routes call `openai_sampling`, `generate_sampling`, `grammar`, ... and at last `make_requests`,
+Routes call `openai_sampling`, `generate_sampling`, `cache_hint`, ... and at last `make_requests`,
 which puts every request through `runtime.request.check_request`, the engine's own rule. Whatever
 passes here is served; whatever does not is a 400 that names field, value and limit.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
-from palmette.constrained.spec import GrammarKind, GrammarSpec, Whitespace
 from palmette.runtime.request import (
     MAX_HINTED_USES,
     EngineInfo,
@@ -27,16 +25,15 @@ from palmette.runtime.request import (
     check_request,
 )
 
+from .constraints import Constraint
 from .errors import ApiError, from_request_error, invalid
 from .schemas import (
     ChatBody,
     CompletionBody,
     GenerateBody,
-    JsonSchemaFormat,
     OpenAIBody,
     SamplingBody,
     printable,
-    to_struct,
 )
 
 TokenIds = tuple[int, ...]
@@ -74,7 +71,7 @@ class Plan:
     """What to run for one prompt, but for its token ids."""
 
     sampling: SamplingParams
-    grammar: GrammarSpec | None = None
+    constraint: Constraint | None = None
     logprobs: LogprobOptions = field(default_factory=LogprobOptions)
     n: int = 1
     namespace: tuple[str, ...] = ()
@@ -106,7 +103,7 @@ def make_requests(
                 request_id=f"{call_id}-{len(requests)}",
                 prompt_ids=prompt,
                 sampling=plan.sampling,
-                grammar=plan.grammar,
+                grammar=None if plan.constraint is None else plan.constraint.spec,
                 logprobs=plan.logprobs,
                 choice_index=choice_index,
                 namespace=plan.namespace,
@@ -135,6 +132,12 @@ def _hint_of(hint: ReuseHint, num_later: int, num_same: int) -> ReuseHint:
     prefixes = tuple((n, min(uses + num_later, MAX_HINTED_USES)) for n, uses in hint.prefixes)
     uses = min(hint.future_uses + num_same, MAX_HINTED_USES)
     return replace(hint, future_uses=uses, prefixes=prefixes)
+
+
+def names_of(names: Mapping[str, str], plans: Sequence[Plan]) -> dict[str, str]:
+    """`names` and the field that the constraint came in, of the first that has one."""
+    fields = [plan.constraint.field for plan in plans if plan.constraint is not None]
+    return {**names, "grammar": fields[0]} if fields else dict(names)
 
 
 def new_call_id(prefix: str) -> str:
@@ -375,118 +378,3 @@ def chat_logprobs(body: ChatBody) -> LogprobOptions:
     if not body.logprobs:
         raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
     return LogprobOptions(output=True, num_top=body.top_logprobs)
-
-
-# Grammars
-
-
-def grammar(constraints: Mapping[str, GrammarSpec | None], limits: Limits) -> GrammarSpec | None:
-    """The one constraint that was given; `constraints` maps a field to its grammar."""
-    given = {name: spec for name, spec in constraints.items() if spec is not None}
-    if not given:
-        return None
-    if len(given) > 1:
-        names = " and ".join(given)
-        raise invalid(f"{names}: only one constraint can be enforced", next(iter(given)))
-    [(name, spec)] = given.items()
-    num_bytes = len(spec.source.encode())
-    if num_bytes > limits.max_grammar_bytes:
-        raise invalid(
-            f"{name}: {num_bytes} bytes; the limit is {limits.max_grammar_bytes}", name, "grammar"
-        )
-    if not spec.source and spec.kind is not GrammarKind.JSON_OBJECT:
-        raise invalid(f"{name}: is empty", name, "grammar")
-    return spec
-
-
-def with_grammar_name(
-    names: Mapping[str, str], spec: GrammarSpec | None, *, json_name: str
-) -> dict[str, str]:
-    """`names` and the field that `spec` came in; those that are JSON came in `json_name`."""
-    if spec is None:
-        return dict(names)
-    is_json = spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
-    tagged = spec.kind is GrammarKind.STRUCTURAL_TAG and json_name == "response_format"
-    return {**names, "grammar": json_name if is_json or tagged else str(spec.kind)}
-
-
-def openai_constraints(body: OpenAIBody) -> dict[str, GrammarSpec | None]:
-    return {
-        "response_format": response_format(body.response_format),
-        "regex": _spec(GrammarKind.REGEX, body.regex),
-        "ebnf": _spec(GrammarKind.EBNF, body.ebnf),
-    }
-
-
-def generate_grammar(body: SamplingBody, limits: Limits) -> GrammarSpec | None:
-    try:
-        whitespace = Whitespace(body.whitespace)
-    except ValueError:
-        allowed = ", ".join(Whitespace)
-        raise invalid(f"whitespace: must be one of {allowed}", "whitespace") from None
-    choice = None if body.choice is None else json.dumps(body.choice, ensure_ascii=False)
-    specs = {
-        "json_schema": json_schema(body.json_schema, "json_schema", whitespace),
-        "regex": _spec(GrammarKind.REGEX, body.regex),
-        "ebnf": _spec(GrammarKind.EBNF, body.ebnf),
-        "lark": _spec(GrammarKind.LARK, body.lark),
-        "choice": _spec(GrammarKind.CHOICE, choice),
-        "structural_tag": _spec(
-            GrammarKind.STRUCTURAL_TAG, _json_text(body.structural_tag, "structural_tag")
-        ),
-    }
-    return grammar(specs, limits)
-
-
-def response_format(value: dict[str, Any]) -> GrammarSpec | None:
-    """OpenAI's response_format; the types text, json_object, json_schema and structural_tag."""
-    name = "response_format"
-    if not value:
-        return None
-    kind = value.get("type")
-    if kind == "structural_tag":
-        return GrammarSpec(kind=GrammarKind.STRUCTURAL_TAG, source=_json_text(value, name) or "")
-    allowed = {"type", "json_schema"} if kind == "json_schema" else {"type"}
-    unknown = sorted(k for k, v in value.items() if k not in allowed and v is not None)
-    if kind not in ("text", "json_object", "json_schema"):
-        raise invalid(
-            f"{name}.type: must be text, json_object, json_schema or structural_tag",
-            f"{name}.type",
-        )
-    if unknown:
-        path = f"{name}.{printable(unknown[0])}"
-        raise invalid(f"{path}: is not a known field of type {kind}", path, "unknown_field")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return GrammarSpec(kind=GrammarKind.JSON_OBJECT)
-    path = f"{name}.json_schema"
-    described = to_struct(
-        value.get("json_schema"), JsonSchemaFormat, strict_fields=True, where=path
-    )
-    if described.schema is None:
-        raise invalid(f"{path}.schema: is required", f"{path}.schema", "invalid_type")
-    return json_schema(described.schema, f"{path}.schema", Whitespace.BOUNDED)
-
-
-def json_schema(value: object, name: str, whitespace: Whitespace) -> GrammarSpec | None:
-    """A schema as text or as JSON; SGLang's $$ANY$$ is any object."""
-    if value == "$$ANY$$":
-        return GrammarSpec(kind=GrammarKind.JSON_OBJECT, whitespace=whitespace)
-    text = _json_text(value, name)
-    if text is None:
-        return None
-    return GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=text, whitespace=whitespace)
-
-
-def _json_text(value: object, name: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
-        raise invalid(f"{name}: is nested too deep", name, "grammar") from None
-
-
-def _spec(kind: GrammarKind, source: str | None) -> GrammarSpec | None:
-    return None if source is None else GrammarSpec(kind=kind, source=source)

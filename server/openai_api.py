@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from .auth import Owner
 from .calls import Call
+from .constraints import only, openai_constraints
 from .context import ServerContext, context_of, read_struct
 from .errors import invalid
 from .limits import (
@@ -22,12 +23,10 @@ from .limits import (
     check_priority,
     check_program,
     completion_logprobs,
-    grammar,
+    names_of,
     new_call_id,
-    openai_constraints,
     openai_sampling,
     prompt_list,
-    with_grammar_name,
 )
 from .messages import check_messages, check_template_options, check_tools
 from .openai_answers import ChatFormat, CompletionFormat
@@ -55,10 +54,10 @@ async def chat_completions(request: Request) -> Response:
             "stop",
         )
     constraints = openai_constraints(body)
-    constraints["tool_choice"] = mode.grammar
+    constraints["tools"] = mode.grammar
     plan = Plan(
         sampling=openai_sampling(body, _chat_max_tokens(body), info, CHAT_NAMES),
-        grammar=grammar(constraints, info.limits),
+        constraint=only(constraints, info.limits),
         logprobs=chat_logprobs(body),
         n=body.n,
         namespace=context.namespace(owner, cache_salt=body.cache_salt),
@@ -82,8 +81,7 @@ async def chat_completions(request: Request) -> Response:
         default = max(context.config.default_max_tokens or room, plan.sampling.min_new_tokens)
         sampling = dataclasses.replace(plan.sampling, max_new_tokens=min(room, default))
         plan = dataclasses.replace(plan, sampling=sampling)
-    json_name = "response_format" if mode.grammar is None else "tools"
-    names = with_grammar_name(CHAT_NAMES, plan.grammar, json_name=json_name)
+    names = names_of(CHAT_NAMES, [plan])
     call = _open(context, request, owner, "chatcmpl", body, [prompt], [plan], names)
     return await _respond(call, ChatFormat(context, body, call, mode), body, context)
 
@@ -103,7 +101,7 @@ async def completions(request: Request) -> Response:
     max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     plan = Plan(
         sampling=openai_sampling(body, max_tokens, info, COMPLETION_NAMES),
-        grammar=grammar(openai_constraints(body), info.limits),
+        constraint=only(openai_constraints(body), info.limits),
         logprobs=completion_logprobs(body),
         n=body.n,
         namespace=context.namespace(owner, cache_salt=body.cache_salt),
@@ -124,7 +122,7 @@ async def completions(request: Request) -> Response:
     echoed: list[str] = []
     for item in items:
         echoed += [await _echo(context, body, item)] * body.n
-    names = with_grammar_name(COMPLETION_NAMES, plan.grammar, json_name="response_format")
+    names = names_of(COMPLETION_NAMES, plans)
     call = _open(context, request, owner, "cmpl", body, prompts, plans, names)
     return await _respond(call, CompletionFormat(context, body, call, echoed), body, context)
 

@@ -23,11 +23,34 @@ class StreamOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     include_usage: bool | None = None
 
 
-class JsonSchemaFormat(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class JsonOptions(msgspec.Struct, kw_only=True, frozen=True):
+    """Options of constraints that are JSON, for the values see `constrained.spec`."""
+
+    whitespace: str | None = None
+    formats: str | None = None
+    order: str | None = None
+    additional: str | None = None
+    policy: str | None = None
+
+
+class JsonSchemaFormat(JsonOptions, kw_only=True, frozen=True, forbid_unknown_fields=True):
     name: str = ""
     description: str = ""
     schema: dict[str, Any] | bool | None = None
-    strict: bool | None = None  # the schema is always enforced
+    strict: bool | None = None  # false is policy "lenient"
+
+
+class StructuredOutputs(JsonOptions, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """vLLM's object of constraints; one of the first six."""
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # GBNF, or Lark
+    json_object: bool = False
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
 
 
 class OpenAIBody(msgspec.Struct, kw_only=True, frozen=True):
@@ -46,7 +69,7 @@ class OpenAIBody(msgspec.Struct, kw_only=True, frozen=True):
     seed: int | None = None
     stop: str | list[str] = []
     user: str = ""
-    response_format: dict[str, Any] = {}  # {"type": ...}; see limits.response_format
+    response_format: dict[str, Any] = {}  # {"type": ...}; see constraints.response_format
     # beyond OpenAI
     top_k: int = -1
     min_p: float = 0.0
@@ -58,6 +81,13 @@ class OpenAIBody(msgspec.Struct, kw_only=True, frozen=True):
     skip_special_tokens: bool = True
     regex: str | None = None
     ebnf: str | None = None
+    lark: str | None = None
+    choice: list[str] | None = None
+    structured_outputs: dict[str, Any] = {}  # vLLM's, as are the next four
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     cache_salt: str = ""
     cache_pin_s: float | None = None
     cache_ttl_s: float | None = None
@@ -116,7 +146,7 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True):
     stream_reasoning: bool = True
 
 
-class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
+class SamplingBody(JsonOptions, kw_only=True, frozen=True):
     """`sampling_params` of /generate; unknown fields are ignored."""
 
     max_new_tokens: int | None = 128  # null: up to the context
@@ -145,7 +175,6 @@ class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
     lark: str | None = None
     choice: list[str] | None = None
     structural_tag: str | dict[str, Any] | None = None
-    whitespace: str = "bounded"
     beam_width: int = 1
     custom_params: dict[str, Any] = {}
 

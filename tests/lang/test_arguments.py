@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 import palmette as pm
+from palmette.constrained.spec import GrammarSpec
 from palmette.lang.testing import FakeModel
+from palmette.lang.wire import batches_of
 
 CHOICES = ["one", "two"]
 
@@ -25,6 +27,12 @@ CHOICES = ["one", "two"]
         ({"choices": CHOICES, "repetition_penalty": 1.5}, "choices and repetition_penalty:"),
         ({"choices": CHOICES, "logit_bias": {1: 2.0}}, "choices and logit_bias:"),
         ({"choices_method": pm.greedy_token_selection}, "choices_method"),
+        ({"choices": CHOICES, "order": "any"}, "choices and order:"),
+        ({"whitespace": "compact"}, "whitespace: needs json_schema"),
+        ({"dtype": int, "policy": "lenient"}, "policy: needs json_schema"),
+        ({"regex": "a", "formats": "strict"}, "formats: .*no meaning for regex"),
+        ({"json_schema": {}, "order": "x"}, "order: 'x' is not one of declared, any"),
+        ({"json_schema": {}, "whitespace": "indent=99"}, "at most 16 blanks"),
     ],
 )
 def test_arguments_that_would_do_nothing_are_refused(
@@ -53,6 +61,29 @@ def test_choices_take_what_says_how_to_draw_and_where_to_end() -> None:
         )
 
     assert program.run(backend=FakeModel())["a"] in CHOICES
+
+
+def test_options_of_a_schema_reach_the_request_and_the_wire() -> None:
+    options = {
+        "whitespace": "indent=4",
+        "order": "any",
+        "additional": "forbid",
+        "formats": "strict",
+        "policy": "lenient",
+    }
+
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen("a", json_schema={"type": "object"}, **options)  # type: ignore[arg-type]
+
+    model = FakeModel()
+    assert program.run(backend=model)["a"] == "{}"
+    [call] = model.calls
+    assert call.request.grammar == GrammarSpec.json_schema('{"type": "object"}', **options)
+    [batch] = batches_of([call.request])
+    sampling = batch.body()["sampling_params"]
+    assert isinstance(sampling, dict)
+    assert {name: sampling[name] for name in options} == options
 
 
 def test_bodies_whose_call_runs_nothing_are_refused() -> None:

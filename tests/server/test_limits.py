@@ -13,7 +13,7 @@ from running_server import RunningServer
 from palmette.constrained.spec import GrammarKind
 from palmette.runtime.request import EngineInfo, Limits
 from palmette.runtime.tokenizer import Tokenizer
-from palmette.server import limits, schemas
+from palmette.server import constraints, limits, schemas
 from palmette.server.errors import ApiError
 from palmette.server.text_service import TextService
 
@@ -195,10 +195,10 @@ def test_grammar_size() -> None:
     small = Limits(max_grammar_bytes=10)
     for size in (9, 10):
         body = schemas.SamplingBody(regex="x" * size)
-        spec = limits.generate_grammar(body, small)
-        assert spec is not None and spec.kind is GrammarKind.REGEX
+        constraint = constraints.generate_constraint(body, small)
+        assert constraint is not None and constraint.spec.kind is GrammarKind.REGEX
     with pytest.raises(ApiError, match="the limit is 10"):
-        limits.generate_grammar(schemas.SamplingBody(regex="x" * 11), small)
+        constraints.generate_constraint(schemas.SamplingBody(regex="x" * 11), small)
 
 
 def test_requests_of_a_call_differ_in_their_choice_only() -> None:
@@ -227,7 +227,7 @@ def test_requests_of_a_call_differ_in_their_choice_only() -> None:
     ],
 )
 def test_response_format(value: Any, expected: GrammarKind | None) -> None:
-    spec = limits.response_format(value)
+    spec = constraints.response_format(value)
     assert (None if spec is None else spec.kind) == expected
 
 
@@ -247,7 +247,7 @@ def test_response_format(value: Any, expected: GrammarKind | None) -> None:
 )
 def test_a_response_format_is_never_dropped(value: Any, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        limits.response_format(value)
+        constraints.response_format(value)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 

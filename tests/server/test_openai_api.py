@@ -359,7 +359,7 @@ def test_models(client: openai.OpenAI) -> None:
         ("suffix", "x"),
         ("best_of", 3),
         ("functions", []),
-        ("guided_json", {}),
+        ("guided_whitespace_pattern", "[ ]"),
         ("prompt_embeds", "AAAA"),
     ],
 )
