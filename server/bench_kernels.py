@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from palmette.kernels.batch import ForwardBatch
@@ -36,6 +35,7 @@ from palmette.runtime.runner import ModelRunner, select_runner
 from palmette.runtime.weights import Checkpoint, open_checkpoint
 
 from .commands import resolved
+from .output import check_writable, table_console
 
 PAGE_SIZE = 16
 CHUNK = 512
@@ -90,7 +90,9 @@ def run(options: argparse.Namespace) -> int:
         page_size=PAGE_SIZE,
     )
     plan = QUICK if options.quick else Plan()
-    console = Console(highlight=False)
+    if options.json is not None:
+        check_writable(options.json)
+    console = table_console()
     load = os.getloadavg()[0]  # before this adds its own
     checkpoint = open_checkpoint(Path(resolved(config).model))
     pool = Pool(config.threads)

@@ -32,6 +32,7 @@ from .bench_figures import Figures, measure_figures, median_figures
 from .bench_options import BenchOptions
 from .bench_workloads import Call, CountTokens, Workload, build
 from .config import UserError
+from .output import check_writable, table_console
 
 _STREAMING_EVENTS = 4  # of every stream of W7 before the long prompt arrives
 
@@ -231,7 +232,9 @@ def run(args: argparse.Namespace) -> int:
         UserError: the endpoint does not answer, or a flag is wrong.
     """
     options = BenchOptions.of(args)
-    console = Console()
+    if args.json is not None:
+        check_writable(args.json)
+    console = table_console()
     console.print(f"prompts of seed {options.seed}; --seed {options.seed} repeats them")
     record, measurements = asyncio.run(_measure_all(options, args.tokenizer, console))
     console.print(figures_table(measurements, title=f"{record['model']} at {options.url}"))

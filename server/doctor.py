@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 
 import platformdirs
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,6 +18,8 @@ from palmette.runtime.config import EngineConfig
 from palmette.runtime.memory import available_bytes
 from palmette.runtime.model_store import cached
 from palmette.runtime.runner import select_runner
+
+from .output import table_console
 
 # extra -> the packages that it brings
 _EXTRAS = {
@@ -43,7 +44,7 @@ def doctor() -> int:
         table.add_column(overflow="fold")  # a path without its end helps nobody
     for name, value, is_fine in rows:
         table.add_row(name, escape(value), "" if is_fine else "[red]![/red]")
-    Console(highlight=False).print(table)
+    table_console().print(table)
     return 0 if all(is_fine for _, _, is_fine in rows) else 1
 
 

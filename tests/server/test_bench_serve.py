@@ -155,6 +155,16 @@ def test_our_server(
     assert record["machine"]["cores"] >= 1
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    fake: Fake, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "no-folder" / "figures.json"
+    for command in (["serve", "--url", url], ["kernels"]):
+        assert cli.main(["bench", *command, "--json", str(file)]) == 2
+        assert f"--json {file}" in capsys.readouterr().err
+    assert fake.bodies == []
+
+
 def test_a_second_run_has_prompts_of_its_own_unless_the_seed_is_given(
     fake: Fake, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -309,6 +309,16 @@ def test_tables_fold_and_lose_nothing(
     assert "".join(out.replace("default model", "").split()) == value
 
 
+def test_tables_in_a_file_are_not_wrapped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    value = "x" * 120
+    monkeypatch.setattr(doctor, "findings", lambda: [("default model", value, True)])
+    assert doctor.doctor() == 0
+    assert value in capsys.readouterr().out
+
+
 def test_hints_quote_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     assert doctor._extra("serve", ("fastapi",))[1] == (
