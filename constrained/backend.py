@@ -7,13 +7,13 @@ is allowed. `vocab_size` is the width of the logits, never the length of the tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .residual import SchemaCheck
-from .spec import ConstraintIssue, GrammarError, GrammarSpec
+from .spec import ConstraintIssue, GrammarError, GrammarKind, GrammarSpec
 from .vocabulary import Vocabulary
 
 MaskRow = NDArray[np.int32]  # [W]
@@ -90,6 +90,11 @@ class GrammarBackend(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def kinds(self) -> Sequence[GrammarKind]:
+        """What it serves; another kind is refused by `compile`."""
+        ...
+
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
         """Compile, off the hot path.
 
@@ -99,7 +104,20 @@ class GrammarBackend(Protocol):
         ...
 
 
-BACKENDS = ("llguidance", "pure")
+@runtime_checkable
+class ManagedBackend(Protocol):
+    """A backend with something to build before it compiles, and to end after it."""
+
+    def prepare(self, vocabulary: Vocabulary) -> None:
+        """Have ready what all grammars of `vocabulary` share, outside of any time budget."""
+        ...
+
+    def close(self) -> None:
+        """End what it has started; it may be used again."""
+        ...
+
+
+BACKENDS = ("llguidance", "outlines_core", "pure")
 
 
 def select_backend(name: str = "auto") -> GrammarBackend:
@@ -107,18 +125,33 @@ def select_backend(name: str = "auto") -> GrammarBackend:
 
     What each enforces, all of it exactly or refused with a reason:
 
-    llguidance  json_schema, json_object, regex, choice, ebnf, lark, structural_tag
-    pure        choice; Python only, the reference that tests compare with
+    llguidance     json_schema, json_object, regex, choice, ebnf, lark, structural_tag
+    outlines_core  regex, choice; `palmette[outlines]`; compiles in a process of its own
+    pure           regex, choice; Python only, the reference that tests compare with
 
     Raises:
-        GrammarError: an unknown name.
+        GrammarError: an unknown name, or one whose package is missing.
     """
-    if name in ("auto", "llguidance"):
-        from .llguidance_backend import LLGuidanceBackend
+    match name:
+        case "auto" | "llguidance":
+            from .llguidance_backend import LLGuidanceBackend
 
-        return LLGuidanceBackend()
-    if name == "pure":
-        from .pure_backend import PureBackend
+            return LLGuidanceBackend()
+        case "outlines_core":
+            from .outlines_core_backend import OutlinesCoreBackend
 
-        return PureBackend()
+            return OutlinesCoreBackend()
+        case "pure":
+            from .pure_backend import PureBackend
+
+            return PureBackend()
     raise GrammarError(f"unknown grammar backend {name!r}; known are: auto, {', '.join(BACKENDS)}")
+
+
+def refuse_other_kinds(backend: GrammarBackend, spec: GrammarSpec) -> None:
+    """Raises the GrammarError of a kind that `backend` does not serve, with what does."""
+    if spec.kind not in backend.kinds:
+        raise GrammarError(
+            f"{spec.kind}: the grammar backend {backend.name!r} serves {', '.join(backend.kinds)}; "
+            "use grammar_backend 'auto'"
+        )

@@ -6,9 +6,11 @@
 The shortest source is compiled first, so that a light grammar does not wait for the heavy ones
 before it; each later arrival counts as 64 bytes, so that no grammar is passed over for ever.
 
-Engines release the interpreter lock while they compile, so threads are enough and the step loop
-goes on. A thread can't be killed: a compile over its budget fails for those who wait, its worker
-is written off and another one takes its place; should it finish late, the result is kept.
+The default engine bounds itself and releases the interpreter lock while it compiles, so threads are
+enough and the step loop goes on. Engines that don't bound themselves compile in processes that are
+killed over their budget (see `worker_pool`). A thread can't be killed: a compile over its budget
+fails for those who wait, its worker is written off and another one takes its place; should it
+finish late, the result is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .backend import CompiledGrammar, GrammarBackend
+from .backend import CompiledGrammar, GrammarBackend, ManagedBackend
 from .spec import GrammarError, GrammarSpec
 from .vocabulary import Vocabulary
 
@@ -97,6 +99,11 @@ class GrammarCompiler:
     def num_pending(self) -> int:
         return len(self._jobs)
 
+    @property
+    def num_stuck(self) -> int:
+        """Threads in compiles over their budget, which can't be ended; at 8 nothing new starts."""
+        return self._num_lost
+
     def request(self, spec: GrammarSpec) -> None:
         """Start compiling `spec` unless it is known or under way. Does not block."""
         with self._condition:
@@ -163,6 +170,8 @@ class GrammarCompiler:
         deadline = time.monotonic() + _CLOSE_WAIT_S
         for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
+        if isinstance(self.backend, ManagedBackend):
+            self.backend.close()
 
     def _job_for(self, spec: GrammarSpec) -> _Job | None:
         """The job to wait for; None when the outcome is known. Starts one if need be."""
@@ -249,7 +258,10 @@ class GrammarCompiler:
     def _work(self) -> None:
         try:
             while (job := self._next_job()) is not None:
-                result = self._compile(job.spec)
+                error = self._prepare()
+                with self._condition:
+                    job.started = self._clock()
+                result = error or self._compile(job.spec)
                 with self._condition:
                     if job.result is None:
                         self._finish(job, result)
@@ -273,8 +285,20 @@ class GrammarCompiler:
             job = min(self._queue, key=lambda waiting: waiting.rank)
             self._queue.remove(job)
             self._running.add(job)
-            job.started = self._clock()
             return job
+
+    def _prepare(self) -> GrammarError | None:
+        """What the backend builds once for all grammars counts against no grammar's budget."""
+        if not isinstance(self.backend, ManagedBackend):
+            return None
+        try:
+            self.backend.prepare(self.vocabulary)
+        except GrammarError as error:
+            return error
+        except Exception as error:  # fault boundary, as in _compile
+            _logger.exception("the grammar backend %s is not ready", self.backend.name)
+            return GrammarError(f"the grammar backend is not ready ({type(error).__name__})")
+        return None
 
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar | GrammarError:
         """The fault boundary: whatever an engine raises ends this grammar alone."""

@@ -28,7 +28,7 @@ from .limits import GrammarLimits
 from .llguidance_grammar import GrammarText, grammar_text, locate, widened
 from .masks import allowed_ids, is_allowed, row_of
 from .messages import reason
-from .spec import ConstraintIssue, GrammarError, GrammarSpec
+from .spec import ConstraintIssue, GrammarError, GrammarKind, GrammarSpec
 from .vocabulary import Vocabulary
 
 _LIMITS = llguidance.LLParserLimits(
@@ -195,12 +195,20 @@ class LLGuidanceBackend:
     """See `backend.GrammarBackend`. May be used from several threads."""
 
     name = "llguidance"
+    kinds = tuple(GrammarKind)
 
     def __init__(self, limits: GrammarLimits | None = None, *, num_threads: int = 1):
         self._limits = limits or GrammarLimits()
         self._num_threads = num_threads
         self._lock = threading.Lock()
         self._shared: _Shared | None = None
+
+    def prepare(self, vocabulary: Vocabulary) -> None:
+        """Build the trie of tokens: a second and more for a large vocabulary."""
+        self._shared_for(vocabulary)
+
+    def close(self) -> None:
+        """Nothing was started."""
 
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> LLGuidanceGrammar:
         text = grammar_text(spec, self._limits)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import llguidance
 
+from .choices import read_options
 from .gbnf import gbnf_to_lark
 from .limits import GrammarLimits
 from .messages import reason, refuse_surrogates
@@ -249,22 +250,7 @@ def _regex(pattern: str, limits: GrammarLimits) -> str:
 
 
 def _choice(source: str, limits: GrammarLimits) -> str:
-    limits.check_source(source)
-    try:
-        options = json.loads(source)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise GrammarError(f"choice: not a JSON array of strings: {error}") from None
-    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
-        raise GrammarError("choice: expected an array of strings")
-    unique = list(dict.fromkeys(options))
-    if not any(unique):
-        raise GrammarError("choice: there is no option, or only the empty text")
-    if len(unique) > limits.enum_values:
-        raise GrammarError(f"choice: {len(unique)} options; the limit is {limits.enum_values}")
-    for option in unique:
-        if any("\ud800" <= char <= "\udfff" for char in option):
-            raise GrammarError(f"choice: {option!r} is not valid Unicode")
-    return "|".join(_literal(option) for option in unique)
+    return "|".join(_literal(option) for option in read_options(source, limits))
 
 
 def _literal(text: str) -> str:

@@ -1,18 +1,23 @@
 """A reference engine in plain Python: slow, obvious, and what the tests compare with.
 
-It serves `choice` and needs no native code. Every answer is worked out from the definition: an
-id is legal when some option continues with its bytes.
+It serves `choice` and `regex` and needs no native code. Every answer is worked out from the
+definition: an id is legal when some option, or some way to match, continues with its bytes.
 """
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 
-from .backend import GrammarState, MaskRow
+from .automaton import AutomatonGrammar
+from .backend import CompiledGrammar, GrammarState, MaskRow, refuse_other_kinds
+from .choices import read_options
+from .limits import GrammarLimits
+from .messages import refuse_surrogates
+from .pure_regex import Nfa, Places, RegexAutomaton
+from .regex_syntax import parse
 from .spec import ConstraintIssue, GrammarError, GrammarKind, GrammarSpec
 from .vocabulary import Vocabulary
 
@@ -112,11 +117,28 @@ class PureBackend:
     """See `backend.GrammarBackend`."""
 
     name = "pure"
+    kinds = (GrammarKind.CHOICE, GrammarKind.REGEX)
 
-    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> PureGrammar:
-        if spec.kind != GrammarKind.CHOICE:
-            raise GrammarError(f"the pure backend serves choice only, not {spec.kind}")
-        options = json.loads(spec.source)
-        if not any(options):
-            raise GrammarError("choice: there is no option, or only the empty text")
-        return PureGrammar(sorted({option.encode() for option in options}), vocabulary)
+    def __init__(self, limits: GrammarLimits | None = None):
+        self._limits = limits or GrammarLimits()
+
+    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
+        refuse_other_kinds(self, spec)
+        if spec.kind == GrammarKind.REGEX:
+            return self._regex(spec.source, vocabulary)
+        options = read_options(spec.source, self._limits)
+        return PureGrammar(sorted(option.encode() for option in options), vocabulary)
+
+    def _regex(self, pattern: str, vocabulary: Vocabulary) -> AutomatonGrammar[Places]:
+        refuse_surrogates(pattern, "regex")
+        self._limits.check_regex(pattern)
+        nfa = Nfa(parse(pattern))
+        if not nfa.start:
+            raise GrammarError(f"regex {pattern!r:.200}: no text matches it")
+        automaton = RegexAutomaton(nfa, vocabulary)
+        return AutomatonGrammar(automaton, vocabulary, _bytes_of(nfa, vocabulary))
+
+
+def _bytes_of(nfa: Nfa, vocabulary: Vocabulary) -> int:
+    """Estimated: places, and the rows and steps that are remembered at most."""
+    return 400 * nfa.num_places + 4_096 * 200 + 256 * 4 * vocabulary.mask_words
