@@ -11,6 +11,7 @@ namespace pm {
 namespace {
 
 constexpr int64_t CUT = MAXIMA_BLOCK;  // values per block: the sum of its weights is kept too
+static_assert(CUT == 64, "two words of a mask");
 constexpr int64_t FIRST_TOP = 64;  // first guess at how many ids top_p keeps
 constexpr int64_t NUM_BINS = 1024;
 constexpr int64_t SPARSE_PART = 8;  // below 1 / 8 of its words a mask is worked on as a list
@@ -50,15 +51,26 @@ struct Space {
   static int64_t floats(int64_t v) { return 10 * ((v + 15) / 16 * 16) + 3 * (num_blocks(v) + 16); }
 };
 
+bool is_set(const int32_t* mask, int64_t id) { return (uint32_t)mask[id >> 5] >> (id & 31) & 1; }
+
 // The values that may be chosen, and what one pass finds.
 struct Row {
   const float* values;
   int64_t n;
-  const int32_t* ids;  // null: a place is an id
-  float largest;
-  bool has_nan;
+  const int32_t* ids = nullptr;   // null: a place is an id
+  const int32_t* mask = nullptr;  // bits of the places that count; null: all
+  float largest = LOWEST;
+  bool has_nan = false;
 
   int32_t id(int64_t place) const { return ids ? ids[place] : (int32_t)place; }
+  bool counts(int64_t place) const { return !mask || is_set(mask, place); }
+  // Whether the mask leaves all, or nothing, of whole block b.
+  bool is_all(int64_t b) const { return !mask || (mask[2 * b] & mask[2 * b + 1]) == -1; }
+  bool is_out(int64_t b) const { return mask && (mask[2 * b] | mask[2 * b + 1]) == 0; }
+  // Vectors of lanes from place i on, which is a multiple of W.
+  F masked(int64_t i, F x) const {
+    return mask ? select_bits((uint32_t)mask[i >> 5] >> (i & 31), x, splat(LOWEST)) : x;
+  }
 };
 
 // The largest value and whether any is NaN, from the block maxima.
@@ -71,6 +83,26 @@ void look_at_maxima(Row* row, const float* block_max) {
   }
 }
 
+// The maximum of what the mask leaves of block b, of which nothing is NaN; that of all is known.
+void look_at_block(const Row& row, int64_t b, float* block_max) {
+  const int64_t start = b * CUT, end = std::min(row.n, start + CUT);
+  const bool is_whole = end - start == CUT;
+  if (is_whole && row.is_all(b)) return;
+  float most = LOWEST;
+  if (is_whole) {
+    F lanes = splat(LOWEST);
+    PM_UNROLL for (int64_t i = start; i < start + CUT; i += W) {
+      const F x = row.masked(i, load(row.values + i));
+      lanes = select(x > lanes, x, lanes);
+    }
+    most = max_lanes(lanes);
+  } else {
+    for (int64_t i = start; i < end; ++i)
+      if (row.counts(i)) most = std::max(most, row.values[i]);
+  }
+  block_max[b] = most;
+}
+
 void look(Row* row, float* block_max) {
   for (int64_t b = 0; b * CUT < row->n; ++b)
     block_max[b] = block_maximum(row->values + b * CUT, row->n - b * CUT);
@@ -81,7 +113,7 @@ int64_t first_largest(const Row& row, const float* block_max) {
   int64_t b = 0;
   while (block_max[b] != row.largest) ++b;
   int64_t i = b * CUT;
-  while (row.values[i] != row.largest) ++i;
+  while (row.values[i] != row.largest || !row.counts(i)) ++i;
   return i;
 }
 
@@ -99,12 +131,29 @@ double weigh(const Row& row, float temperature, float* weights, float* block_sum
   double total = 0.0;
   for (int64_t b = 0; b * CUT < row.n; ++b) {
     F sum{};
-    const int64_t end = std::min(row.n, (b + 1) * CUT);
-    for (int64_t i = b * CUT; i < end; i += W) {
-      const int64_t rest = end - i < W ? end - i : W;
-      const F w = weight_of((load_first(row.values + i, rest) - largest) / divisor);
-      store_first(weights + i, w, rest);
-      sum += rest < W ? load_first(weights + i, rest) : w;
+    const int64_t start = b * CUT, end = std::min(row.n, start + CUT);
+    const bool is_whole = end - start == CUT;
+    if (is_whole && row.is_out(b)) {
+      std::fill_n(weights + start, CUT, 0.0f);
+    } else if (is_whole && row.is_all(b)) {
+      PM_UNROLL for (int64_t i = start; i < start + CUT; i += W) {
+        const F w = weight_of((load(row.values + i) - largest) / divisor);
+        store(weights + i, w);
+        sum += w;
+      }
+    } else if (is_whole) {
+      PM_UNROLL for (int64_t i = start; i < start + CUT; i += W) {
+        const F w = weight_of((row.masked(i, load(row.values + i)) - largest) / divisor);
+        store(weights + i, w);
+        sum += w;
+      }
+    } else {
+      for (int64_t i = start; i < end; i += W) {
+        const int64_t rest = end - i < W ? end - i : W;
+        const F x = row.masked(i, load_first(row.values + i, rest));
+        store_first(weights + i, weight_of((x - largest) / divisor), rest);
+        sum += load_first(weights + i, rest);
+      }
     }
     block_sum[b] = sum_lanes(sum);
     total += block_sum[b];
@@ -127,7 +176,8 @@ int64_t best(const Row& row, const Space& space, int64_t k) {
   for (int64_t b = 0; b < blocks; ++b) {
     if (space.block_max[b] < bound) continue;
     for (int64_t i = b * CUT; i < std::min(row.n, (b + 1) * CUT); ++i)
-      if (row.values[i] >= bound) space.candidates[count++] = {row.values[i], 0.0f, (int32_t)i};
+      if (row.values[i] >= bound && row.counts(i))
+        space.candidates[count++] = {row.values[i], 0.0f, (int32_t)i};
   }
   if (count > k) {
     std::nth_element(space.candidates, space.candidates + k, space.candidates + count, is_better);
@@ -256,22 +306,18 @@ int64_t draw(const Row& row, const PmSampling& s, int64_t index, const Space& sp
   return draw_of_list(space.candidates, likely, random);
 }
 
-bool is_set(const int32_t* mask, int64_t id) { return (uint32_t)mask[id >> 5] >> (id & 31) & 1; }
-
-// The row with what the mask forbids left out: as a list when few are allowed, else as -infinity.
-Row masked(const float* values, int64_t n, const int32_t* mask, const Space& space) {
-  const int64_t words = (n + 31) / 32;
+// The row with what the mask forbids left out: a list when few are allowed, else a row with a mask,
+// whose block maxima are taken anew where something of a block is forbidden.
+Row masked(const Row& row, const int32_t* mask, const Space& space) {
+  const float* const values = row.values;
+  const int64_t n = row.n, words = (n + 31) / 32;
   int64_t used = 0;
   for (int64_t i = 0; i < words; ++i) used += mask[i] != 0;
   if (used * SPARSE_PART > words) {
-    const I one = splat_int(1);
-    for (int64_t i = 0; i < n; i += W) {
-      const int64_t rest = n - i < W ? n - i : W;
-      const I bits = (splat_int((int32_t)((uint32_t)mask[i >> 5] >> (i & 31))) >> lane_index()) & one;
-      store_first(space.values + i,
-                  select(bits == one, load_first(values + i, rest), splat(LOWEST)), rest);
-    }
-    return {space.values, n, nullptr, LOWEST, false};
+    Row rest{values, n, nullptr, mask};
+    for (int64_t b = 0; b * CUT < n; ++b) look_at_block(rest, b, space.block_max);
+    look_at_maxima(&rest, space.block_max);
+    return rest;
   }
   int64_t count = 0;
   for (int64_t word = 0; word < words; ++word)
@@ -281,7 +327,9 @@ Row masked(const float* values, int64_t n, const int32_t* mask, const Space& spa
       space.ids[count] = (int32_t)id;
       space.values[count++] = values[id];
     }
-  return {space.values, count, space.ids, LOWEST, false};
+  Row list{space.values, count, space.ids};
+  look(&list, space.block_max);
+  return list;
 }
 
 int32_t choose(const PmSampling& s, int64_t index, Row row, const Space& space) {
@@ -289,7 +337,7 @@ int32_t choose(const PmSampling& s, int64_t index, Row row, const Space& space) 
   const int32_t* mask = s.masks[index];
   const bool is_greedy = s.temperature[index] == 0.0f;
   if (edited) {
-    row = {edited, s.vocab_size, nullptr, LOWEST, false};
+    row = {edited, s.vocab_size};
     look(&row, space.block_max);
   }
   if (mask) {
@@ -297,8 +345,7 @@ int32_t choose(const PmSampling& s, int64_t index, Row row, const Space& space) 
       const int64_t id = first_largest(row, space.block_max);
       if (is_set(mask, id)) return (int32_t)id;
     }
-    row = masked(row.values, s.vocab_size, mask, space);
-    look(&row, space.block_max);
+    row = masked(row, mask, space);
   }
   if (row.n == 0 || row.largest == LOWEST) return NOT_FINITE;
   return row.id(is_greedy ? first_largest(row, space.block_max) : draw(row, s, index, space));
@@ -345,7 +392,7 @@ int64_t sample_scratch_floats(int64_t vocab_size) { return Space::floats(vocab_s
 
 void sample_row(const PmSampling& s, int64_t index, float* scratch) {
   const Space space(scratch, s.vocab_size);
-  Row row{s.logits + index * s.vocab_size, s.vocab_size, nullptr, LOWEST, false};
+  Row row{s.logits + index * s.vocab_size, s.vocab_size};
   if (s.maxima) {
     const float* maxima = s.maxima + index * num_blocks(s.vocab_size);
     std::copy_n(maxima, num_blocks(s.vocab_size), space.block_max);

@@ -133,6 +133,15 @@ PM_INLINE F fma(F a, F b, F c) {
 PM_INLINE F select(I mask, F yes, F no) {
   return (F)((mask & (I)yes) | (~mask & (I)no));
 }
+// Lane i of yes where bit i is set, else of no.
+PM_INLINE F select_bits(uint32_t bits, F yes, F no) {
+#if defined(PM_ISA_AVX512)
+  return (F)_mm512_mask_blend_ps((__mmask16)bits, (__m512)no, (__m512)yes);
+#else
+  const I one = splat_int(1);
+  return select(((splat_int((int32_t)bits) >> lane_index()) & one) == one, yes, no);
+#endif
+}
 // Where either is NaN: b. So a NaN in b is kept.
 PM_INLINE F max(F a, F b) {
 #if defined(PM_ISA_AVX512)

@@ -223,6 +223,20 @@ def test_masked_choice_equals_oracle(case: str, num_allowed: int, sample_rows: S
     check_against_oracle(logits, params, sample_rows)
 
 
+@pytest.mark.parametrize("case", ["greedy", "temperature", "top_k", "top_p", "all_filters"])
+def test_masks_that_leave_all_some_or_nothing_of_a_block(case: str, sample_rows: Sample) -> None:
+    rng = np.random.default_rng(9)
+    logits = (rng.standard_normal((12, 1000)) * 3).astype(np.float32)
+    masks = []
+    for row in logits:
+        kinds = np.repeat(rng.choice([0.0, 0.5, 1.0], 16), 64)[:1000]
+        allowed = np.flatnonzero(rng.random(1000) < kinds)
+        row[rng.choice(1000, 50)] = row[allowed[0]]  # ties with what is forbidden
+        masks.append(mask_of(allowed.tolist(), 1000))
+    params = batch(12, **CASES[case], masks=masks, seeds=np.arange(12))
+    check_against_oracle(logits, params, sample_rows)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("case", ["greedy", "temperature", "all_filters"])
 def test_penalties_bias_and_bans_equal_oracle(case: str, masked: bool, sample_rows: Sample) -> None:
