@@ -7,7 +7,7 @@ above the vocabulary's size are never set by a grammar.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,8 @@ from .spec import GrammarError
 MaskRows = NDArray[np.int32]  # [S, W]
 
 
-@runtime_checkable
 class _BatchState(Protocol):
-    """A state whose class fills many rows in one call."""
+    """A state whose class fills many rows in one call. Faults are looked for afterwards."""
 
     @staticmethod
     def fill_batch(
@@ -84,13 +83,14 @@ def fill_rows(
     by_type: dict[type, list[int]] = {}
     for i, state in enumerate(states):
         by_type.setdefault(type(state), []).append(i)
-    for members in by_type.values():
-        first = states[members[0]]
-        if isinstance(first, _BatchState):
-            first.fill_batch([states[i] for i in members], [rows[i] for i in members], masks)
+    for kind, members in by_type.items():
+        is_batch = hasattr(kind, "fill_batch")
+        if is_batch:
+            some = cast(type[_BatchState], kind)
+            some.fill_batch([states[i] for i in members], [rows[i] for i in members], masks)
         for i in members:
             try:
-                if isinstance(first, _BatchState):
+                if is_batch:
                     cast(_BatchState, states[i]).check_fault()
                 else:
                     states[i].fill(masks[rows[i]])

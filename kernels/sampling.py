@@ -37,7 +37,8 @@ class RowSampling:
 class SampleBatch:
     """Parameters of the S rows of one step, in the order of ForwardBatch.sample_rows.
 
-    The same object may be given for the next step when nothing but `positions` has changed.
+    The same object may be given for the next step when nothing but `positions` and the bits of
+    `masks` have changed.
     """
 
     targets: Int32Array  # [S] -1: choose a token; else: only score this id

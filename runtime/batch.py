@@ -6,24 +6,21 @@ its arrays are counted up instead; while the rows stay, so do their parameters.
 Everything here is int32 and as long as the step needs; nothing is proportional to the context
 except the page lists, which are copied row by row from the sequence table.
 
-Legend: T tokens, B sequences, P pages over all sequences, S sampled rows, W mask words.
+Legend: T tokens, B sequences, P pages over all sequences, S sampled rows.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from palmette.constrained.backend import GrammarState
-from palmette.constrained.masks import fill_rows
-from palmette.kernels.batch import ForwardBatch, Int32Array
+from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.sampling import RowSampling, SampleBatch
 
+from .mask_rows import MaskRows
 from .plan import Chunk, StepPlan
 from .sequence import SequenceState
 from .sequence_table import SequenceTable
 
-MAX_STOP_SETS = 256  # distinct sets of stop ids whose bits are kept
 CHOOSE = -1  # SampleBatch.targets of a row that chooses
 
 
@@ -42,9 +39,7 @@ class BatchBuilder:
         num_rows, max_pages = table.page_table.shape
         self._table = table
         self._page_size = page_size
-        self._mask_words = mask_words
-        self._stop_bits: dict[frozenset[int], _StopBits] = {}
-        self._end_ids = end_ids  # ids that end a text and may stand in none
+        self._masks = MaskRows(mask_words, end_ids)
         self._token_ids = np.empty(token_budget, np.int32)
         # What grows by one with each decoded token; one array, so that one addition does it.
         self._growing = np.empty((5, max(token_budget, num_rows)), np.int32)
@@ -61,7 +56,6 @@ class BatchBuilder:
         self._targets = np.empty(token_budget, np.int32)
         self._num_sampled = 0
         self._scored: list[tuple[int, int, int]] = []  # (first, end) of S, num_top
-        self._masks = np.empty((0, mask_words), np.int32)
         self._batch: ForwardBatch | None = None  # the newest, if it may be continued
         self._decodes: list[SequenceState] = []  # its rows
         self._version = -1  # of the table they were looked up in
@@ -69,6 +63,7 @@ class BatchBuilder:
         self._steps = np.empty((0, 5, 0), np.int32)  # `_growing` of the steps to come, last first
         self._num_steady = 0  # how many: until one of them needs a page
         self._params: SampleBatch | None = None  # of these rows, if they stay the same
+        self._masked: list[tuple[int, SequenceState]] = []  # those with a grammar, by place in S
 
     def build(self, plan: StepPlan) -> ForwardBatch:
         """The forward arrays; also notes which rows are sampled, for `sampling`."""
@@ -197,11 +192,19 @@ class BatchBuilder:
     def sampling(self, plan: StepPlan, *, faults: dict[int, Exception]) -> SampleBatch:
         """Parameters of the rows that `build(plan)` marked for sampling.
 
-        Grammar masks are filled here. One that raises is noted in `faults`, by arrival, and its
-        row is left without a mask: the caller ends that sequence after the step.
+        Grammar masks are filled here, as `MaskRows.fill` says.
         """
-        if self._params is not None:
-            return self._params
+        if self._params is None:
+            self._params = self._sampling(plan)
+        params, masks = self._params, self._params.masks
+        if masks is not None:
+            self._masks.fill(masks, self._masked, faults)
+        if plan.chunks or any(params.rows):  # what is banned or biased never begins later
+            self._params = None
+        return params
+
+    def _sampling(self, plan: StepPlan) -> SampleBatch:
+        """All but what the masks hold."""
         table, num_sampled = self._table, self._num_sampled
         of = self._sample_sequences[:num_sampled]
         num_top = table.num_top[of]
@@ -209,6 +212,7 @@ class BatchBuilder:
             num_top[start:end] = wanted
         rows: list[RowSampling | None] = [sequence.row_sampling() for sequence in plan.decodes]
         masked = [(i, s) for i, s in enumerate(plan.decodes) if s.grammar is not None]
+        self._masked = masked
         for chunk in plan.chunks:
             rows += [None] * chunk.num_scored
             if chunk.is_sampling:
@@ -216,7 +220,8 @@ class BatchBuilder:
                     masked.append((len(rows), chunk.sequence))
                 rows.append(chunk.sequence.row_sampling())
         has_mask = np.zeros(num_sampled, np.bool_)
-        params = SampleBatch(
+        has_mask[[place for place, _ in masked]] = True
+        return SampleBatch(
             targets=self._targets[:num_sampled],
             temperature=table.temperature[of],
             top_k=table.top_k[of],
@@ -230,77 +235,6 @@ class BatchBuilder:
             positions=self._sample_positions[:num_sampled],
             rows=tuple(rows),
             num_top=num_top,
-            masks=self._fill_masks(masked, has_mask, faults) if masked else None,
+            masks=self._masks.rows(num_sampled) if masked else None,
             has_mask=has_mask,
         )
-        if not plan.chunks and not masked and not any(rows):
-            self._params = params  # what is banned or biased never begins later
-        return params
-
-    def _fill_masks(
-        self,
-        masked: list[tuple[int, SequenceState]],
-        has_mask: NDArray[np.bool_],
-        faults: dict[int, Exception],
-    ) -> Int32Array:
-        """Masks [S, W] of the step; rows without a grammar are all ones."""
-        num_sampled = self._num_sampled
-        if num_sampled > len(self._masks):
-            self._masks = np.empty((2 * num_sampled, self._mask_words), np.int32)
-        masks = self._masks[:num_sampled]
-        masks.fill(-1)
-        states = [(place, s, s.grammar) for place, s in masked if s.grammar is not None]
-        errors = _fill_all(masks, [(place, state) for place, _, state in states])
-        for place, sequence, state in states:
-            try:
-                if place in errors:
-                    raise errors[place]
-                self._set_stops(masks[place], sequence.stop_ids, may_end=state.may_end)
-                assert sequence.constraint is not None
-                sequence.constraint.edit(masks[place])
-                has_mask[place] = True
-            except Exception as error:  # fault boundary: one sequence
-                faults[sequence.arrival] = error
-                masks[place].fill(-1)
-        return masks
-
-    def _set_stops(self, mask: Int32Array, stop_ids: frozenset[int], *, may_end: bool) -> None:
-        """Its stop ids are allowed exactly when the text may end; ids that end others never."""
-        bits = self._stop_bits.get(stop_ids)
-        if bits is None:
-            if len(self._stop_bits) >= MAX_STOP_SETS:
-                self._stop_bits.clear()
-            bits = self._stop_bits[stop_ids] = _StopBits(stop_ids, self._end_ids)
-        mask[bits.words] &= bits.cleared
-        if may_end:
-            mask[bits.words] |= bits.set
-
-
-class _StopBits:
-    """The words of a mask row that hold ids which end a text, and what to do with them."""
-
-    def __init__(self, stop_ids: frozenset[int], end_ids: frozenset[int]) -> None:
-        ids = stop_ids | end_ids
-        self.words = np.array(sorted({i >> 5 for i in ids}), np.intp)
-        self.cleared = ~self._bits(ids)
-        self.set = self._bits(stop_ids)
-
-    def _bits(self, ids: frozenset[int]) -> Int32Array:
-        bits = np.zeros(len(self.words), np.uint32)
-        for token_id in ids:
-            bits[np.searchsorted(self.words, token_id >> 5)] |= np.uint32(1 << (token_id & 31))
-        return bits.view(np.int32)
-
-
-def _fill_all(masks: Int32Array, states: list[tuple[int, GrammarState]]) -> dict[int, Exception]:
-    """Fill the rows of all states at once; returns the errors by row."""
-    errors: dict[int, Exception] = {}
-    try:
-        errors.update(fill_rows(masks, [state for _, state in states], [i for i, _ in states]))
-    except Exception:  # fault boundary: fill one by one to find whose it is
-        for place, state in states:
-            try:
-                state.fill(masks[place])
-            except Exception as error:  # fault boundary: one sequence
-                errors[place] = error
-    return errors

@@ -35,6 +35,7 @@ class Constraint:
         "_bans",
         "_check",
         "_closer",
+        "_compiled",
         "_cursor",
         "_ends",
         "_furthest",
@@ -59,6 +60,7 @@ class Constraint:
         vocabulary: Vocabulary,
     ) -> None:
         self.state = state
+        self._compiled = compiled
         self._vocabulary = vocabulary
         self._closer = closer_of(vocabulary)
         self._check = compiled.check
@@ -81,6 +83,15 @@ class Constraint:
     @property
     def num_tokens(self) -> int:
         return len(self._ids)
+
+    @property
+    def place_hint(self) -> tuple[int, ...]:
+        """Equal for all that stand at the same place of the same grammar, and for few others."""
+        return (id(self._compiled), len(self._ids), *self._ids[-2:])
+
+    def is_twin(self, other: Constraint) -> bool:
+        """Whether both stand at the same place of the same grammar."""
+        return self._compiled is other._compiled and self._ids == other._ids
 
     @property
     def num_held(self) -> int:

@@ -67,7 +67,7 @@ class _Call:
         self.params = params
         self.is_drawn = bool(params.temperature.any())
         self.most_top = int(params.num_top.max(initial=-1))  # -1: no logprob is wanted
-        self.is_plain = not edited and params.masks is None and (params.targets < 0).all()
+        self.is_plain = not edited and bool((params.targets < 0).all())
         width = min(max(self.most_top, 1), vocab_size)
         self.random = np.zeros(num_rows)
         self.token_ids = np.empty(num_rows, np.int32)

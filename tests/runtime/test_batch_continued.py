@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from palmette.constrained.spec import GrammarSpec
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.sampling import SampleBatch
 from palmette.runtime.batch import BatchBuilder
 from palmette.runtime.engine import Engine
-from palmette.runtime.fake_runner import FakeRunner, fake_engine
+from palmette.runtime.fake_runner import FakeRunner, fake_engine, run_all
 from palmette.runtime.plan import StepPlan
 from palmette.runtime.request import Request, SamplingParams
 
 PAGE_SIZE = 4
+DIGITS = GrammarSpec.regex("[0-9]{30}")
 
 
 class CheckedBuilder(BatchBuilder):
@@ -28,8 +30,8 @@ class CheckedBuilder(BatchBuilder):
             engine._table,
             page_size=PAGE_SIZE,
             token_budget=len(old._token_ids),
-            mask_words=old._mask_words,
-            end_ids=old._end_ids,
+            mask_words=old._masks.rows(0).shape[1],
+            end_ids=old._masks._end_ids,
         )
         self.num_continued = self.num_same_params = 0
         self.fresh = old
@@ -92,6 +94,15 @@ def test_continued_batches(
         engine.check()
     assert builder.num_continued == num_continued
     assert builder.num_same_params == num_same_params
+
+
+def test_masks_are_written_anew_and_in_place() -> None:
+    engine = fake_engine(runner=FakeRunner(num_pages=64, page_size=PAGE_SIZE, vocab_size=300))
+    builder = engine._builder = CheckedBuilder.__new__(CheckedBuilder).make(engine)
+    got = run_all(engine, [request("a", 8), replace(request("b", 8), grammar=DIGITS)])
+    assert got["b"].text.isdigit()
+    assert len(got["b"].text) == 30
+    assert builder.num_same_params > 20
 
 
 def test_rows_that_change_between_steps() -> None:

@@ -1,0 +1,138 @@
+"""The masks of a step: one buffer, a row for each row that is sampled.
+
+    twins share a fill -> the grammar's row -> stop ids -> what its constraint takes out
+
+All rows are filled in one native call, after the forward pass is launched: on a device that works
+by itself the two overlap. Sequences whose grammars stand at the same place, as forks do until
+their first different token, are filled once.
+
+Legend: S sampled rows, W mask words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from palmette.constrained.backend import GrammarState
+from palmette.constrained.masks import fill_rows
+from palmette.kernels.batch import Int32Array
+
+from .constraint import Constraint
+from .sequence import SequenceState
+
+MAX_STOP_SETS = 256  # distinct sets of stop ids whose bits are kept
+
+Masked = Sequence[tuple[int, SequenceState]]  # place among the rows, sequence with a grammar
+
+
+class MaskRows:
+    """`end_ids` end a text and may stand in none, for whichever sequence they are no stop ids."""
+
+    def __init__(self, mask_words: int, end_ids: frozenset[int]) -> None:
+        self._end_ids = end_ids
+        self._stop_bits: dict[frozenset[int], _StopBits] = {}
+        self._rows = np.empty((0, mask_words), np.int32)
+
+    def rows(self, num_rows: int) -> Int32Array:
+        """Masks [S, W] that allow everything; they hold until the next call."""
+        if num_rows > len(self._rows):
+            self._rows = np.empty((2 * num_rows, self._rows.shape[1]), np.int32)
+        rows = self._rows[:num_rows]
+        rows.fill(-1)
+        return rows
+
+    def fill(self, rows: Int32Array, masked: Masked, faults: dict[int, Exception]) -> None:
+        """Write what each of `masked` may choose into its row.
+
+        One that raises is noted in `faults`, by arrival, and its row allows everything: the
+        caller ends that sequence after the step.
+        """
+        errors = _fill(rows, masked)
+        by_stops: dict[frozenset[int], list[int]] = {}
+        ends: set[int] = set()  # places whose text may end
+        for place, sequence in masked:
+            try:
+                if place in errors:
+                    raise errors[place]
+                assert sequence.grammar is not None
+                if sequence.grammar.may_end:
+                    ends.add(place)
+                by_stops.setdefault(sequence.stop_ids, []).append(place)
+            except Exception as error:  # fault boundary: one sequence
+                errors[place] = error
+        for stop_ids, places in by_stops.items():
+            self._set_stops(rows, stop_ids, places, ends)
+        for place, sequence in masked:
+            try:
+                if place in errors:
+                    raise errors[place]
+                assert sequence.constraint is not None
+                sequence.constraint.edit(rows[place])
+            except Exception as error:  # fault boundary: one sequence
+                faults[sequence.arrival] = error
+                rows[place].fill(-1)
+
+    def _set_stops(
+        self, rows: Int32Array, stop_ids: frozenset[int], places: list[int], ends: set[int]
+    ) -> None:
+        """Its stop ids are allowed exactly when a text may end; ids that end others never."""
+        bits = self._stop_bits.get(stop_ids)
+        if bits is None:
+            if len(self._stop_bits) >= MAX_STOP_SETS:
+                self._stop_bits.clear()
+            bits = self._stop_bits[stop_ids] = _StopBits(stop_ids, self._end_ids)
+        at = np.array(places)[:, None]
+        words = rows[at, bits.words] & bits.cleared
+        may_end = [place in ends for place in places]
+        if any(may_end):
+            words[may_end] |= bits.set
+        rows[at, bits.words] = words
+
+
+class _StopBits:
+    """The words of a mask row that hold ids which end a text, and what to do with them."""
+
+    def __init__(self, stop_ids: frozenset[int], end_ids: frozenset[int]) -> None:
+        ids = stop_ids | end_ids
+        self.words = np.array(sorted({i >> 5 for i in ids}), np.intp)
+        self.cleared = ~self._bits(ids)
+        self.set = self._bits(stop_ids)
+
+    def _bits(self, ids: frozenset[int]) -> Int32Array:
+        bits = np.zeros(len(self.words), np.uint32)
+        for token_id in ids:
+            bits[np.searchsorted(self.words, token_id >> 5)] |= np.uint32(1 << (token_id & 31))
+        return bits.view(np.int32)
+
+
+def _fill(rows: Int32Array, masked: Masked) -> dict[int, Exception]:
+    """The grammars' rows, each place in a grammar once; returns the errors by row."""
+    first: dict[object, tuple[int, Constraint]] = {}
+    places: list[int] = []
+    states: list[GrammarState] = []
+    twins: list[tuple[int, int]] = []
+    for place, sequence in masked:
+        constraint, state = sequence.constraint, sequence.grammar
+        assert constraint is not None and state is not None
+        found = first.setdefault(constraint.place_hint, (place, constraint))
+        if found[1] is not constraint and found[1].is_twin(constraint):
+            twins.append((place, found[0]))
+        else:
+            places.append(place)
+            states.append(state)
+    errors: dict[int, Exception] = {}
+    try:
+        errors.update(fill_rows(rows, states, places))
+    except Exception:  # fault boundary: fill one by one to find whose it is
+        for place, state in zip(places, states, strict=True):
+            try:
+                state.fill(rows[place])
+            except Exception as error:  # fault boundary: one sequence
+                errors[place] = error
+    for place, source in twins:
+        if source in errors:
+            errors[place] = errors[source]
+        rows[place] = rows[source]
+    return errors
