@@ -14,14 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from palmette.constrained.spec import GrammarError
     from palmette.lang import testing
-    from palmette.lang.api import (
-        Function,
-        function,
-        gen,
-        gen_int,
-        gen_string,
-        select,
-    )
+    from palmette.lang.api import Function, function
     from palmette.lang.backends import (
         Runtime,
         flush_cache,
@@ -35,6 +28,7 @@ if TYPE_CHECKING:
     )
     from palmette.lang.errors import ConcretizationError, ProgramError
     from palmette.lang.explain import explain, format_tree
+    from palmette.lang.generation import gen, gen_int, gen_string, select
     from palmette.lang.remote import HttpClient, RuntimeEndpoint
     from palmette.lang.roles import (
         assistant,
@@ -84,13 +78,13 @@ _PUBLIC = {
     "flush_cache": "palmette.lang.backends",
     "format_tree": "palmette.lang.explain",
     "function": "palmette.lang.api",
-    "gen": "palmette.lang.api",
-    "gen_int": "palmette.lang.api",
-    "gen_string": "palmette.lang.api",
+    "gen": "palmette.lang.generation",
+    "gen_int": "palmette.lang.generation",
+    "gen_string": "palmette.lang.generation",
     "get_server_info": "palmette.lang.backends",
     "greedy_token_selection": "palmette.lang.choices",
     "image": "palmette.lang.roles",
-    "select": "palmette.lang.api",
+    "select": "palmette.lang.generation",
     "set_default_backend": "palmette.lang.backends",
     "system": "palmette.lang.roles",
     "system_begin": "palmette.lang.roles",

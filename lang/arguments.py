@@ -32,7 +32,7 @@ SAMPLING_NAMES = tuple(
 _IDLE_BESIDE_CHOICES = frozenset(
     {
         *("max_tokens", "min_tokens", "stop", "stop_token_ids", "stop_regex", "ignore_eos", "seed"),
-        *("temperature", "top_p", "top_k", "min_p", "priority"),
+        *("temperature", "top_p", "top_k", "min_p", "priority", "skip_special_tokens"),
         *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"),
     }
 )
@@ -44,7 +44,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,),
     "logit_bias": ({},),
 }
-_CONSTRAINTS = ("choices", "regex", "json_schema", "ebnf", "dtype")
+_CONSTRAINTS = ("choices", "regex", "json_schema", "ebnf", "structural_tag", "dtype")
 _OF_CHOICES = ("name", "choices", "choices_method")
 
 
@@ -69,13 +69,14 @@ def takes_any(signature: inspect.Signature) -> bool:
 def split_defaults(arguments: Mapping[str, object]) -> tuple[RunDefaults, dict[str, object]]:
     """The sampling defaults among keyword arguments, and the rest."""
     rest = dict(arguments)
-    refuse_stop_regex(rest.pop("stop_regex", None))  # type: ignore[arg-type]
     found: dict[str, object] = {}
     for name, given in zip(RunDefaults._fields, SAMPLING_NAMES, strict=True):
         if given in rest:
             found[name] = rest.pop(given)
     if "stop" in found:
         found["stop"] = stop_of(found["stop"])  # type: ignore[arg-type]
+    if "stop_regex" in found:
+        found["stop_regex"] = texts_of(found["stop_regex"])  # type: ignore[arg-type]
     if "stop_token_ids" in found:
         found["stop_token_ids"] = ids_of(found["stop_token_ids"])  # type: ignore[arg-type]
     return RunDefaults(**found), rest  # type: ignore[arg-type]
@@ -91,13 +92,11 @@ def ids_of(ids: Sequence[int] | None) -> tuple[int, ...] | None:
     return None if ids is None else tuple(ids)
 
 
-def refuse_stop_regex(stop_regex: str | Sequence[str] | None) -> None:
-    """
-    Raises:
-        ValueError: it is given.
-    """
-    if stop_regex:
-        raise ValueError("stop_regex is not supported; use stop, or a regex for the whole text")
+def texts_of(texts: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """One text or several as a tuple."""
+    if isinstance(texts, str):
+        return (well_formed(texts),)
+    return None if texts is None else tuple(map(well_formed, texts))
 
 
 def refuse_unused(arguments: Mapping[str, object]) -> None:

@@ -182,6 +182,7 @@ class GenCall(_Streams):
                 choice_index=index,
                 priority=options.priority,
                 program=_run_of(request_id),
+                deadline_s=options.timeout_s,
                 hint=told[index],
             )
             for index in range(count)

@@ -7,6 +7,7 @@ twice, and added to text from both sides.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -120,6 +121,7 @@ class GenArguments(NamedTuple):
     n: int | None = None
     stop: Stop | None = None
     stop_token_ids: tuple[int, ...] | None = None
+    stop_regex: tuple[str, ...] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -136,7 +138,9 @@ class GenArguments(NamedTuple):
     seed: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     repetition_penalty: float | None = None
+    skip_special_tokens: bool | None = None
     priority: int = 0
+    timeout_s: float | None = None
 
 
 class RunDefaults(NamedTuple):
@@ -146,6 +150,7 @@ class RunDefaults(NamedTuple):
     n: int = 1
     stop: Stop | None = None
     stop_token_ids: tuple[int, ...] | None = None
+    stop_regex: tuple[str, ...] | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -187,11 +192,16 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
         seed=arguments.seed,
         stop=stops,
         stop_token_ids=_or(arguments.stop_token_ids, defaults.stop_token_ids or ()),
+        stop_regex=_or(arguments.stop_regex, defaults.stop_regex or ()),
         ignore_eos=_or(arguments.ignore_eos, defaults.ignore_eos),
+        skip_special_tokens=_or(arguments.skip_special_tokens, True),
     )
     num_choices = _or(arguments.n, defaults.n)
     if num_choices < 1:
         raise ValueError(f"n: {num_choices} is out of range; it must be >= 1")
+    timeout_s = arguments.timeout_s
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout: {timeout_s} is out of range; it must be > 0 and finite")
     return GenOptions(
         sampling=sampling,
         grammar=grammar,
@@ -201,6 +211,7 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
             _or(arguments.return_text_in_logprobs, defaults.return_text_in_logprobs)
         ),
         priority=arguments.priority,
+        timeout_s=timeout_s,
     )
 
 
@@ -236,6 +247,7 @@ def grammar_of(
     regex: str | None,
     json_schema: object,
     ebnf: str | None,
+    structural_tag: object = None,
     options: Mapping[str, str | None],
 ) -> GrammarSpec | None:
     """The constraint given, if any. `json_schema`: JSON text, a dict, or a Python type.
@@ -248,6 +260,11 @@ def grammar_of(
         spec = GrammarSpec(kind=GrammarKind.REGEX, source=well_formed(regex))
     elif ebnf is not None:
         spec = GrammarSpec(kind=GrammarKind.EBNF, source=well_formed(ebnf))
+    elif isinstance(structural_tag, str | Mapping):
+        tag = well_formed(structural_tag) if isinstance(structural_tag, str) else structural_tag
+        spec = GrammarSpec.structural_tag(tag)
+    elif structural_tag is not None:
+        raise ValueError(f"structural_tag: {structural_tag!r:.60} is neither JSON text nor a dict")
     elif json_schema is not None:
         spec = _json_spec(json_schema)
     given = {name: value for name, value in options.items() if value is not None}

@@ -70,6 +70,7 @@ class GenOptions:
     num_choices: int = 1
     text_in_logprobs: bool = False
     priority: int = 0
+    timeout_s: float | None = None  # for each request, from when the backend takes it
 
 
 class Extend(NamedTuple):
@@ -171,6 +172,8 @@ def _format_options(options: GenOptions) -> str:
         parts.append(f"temperature={sampling.temperature:g}")
     if sampling.stop:
         parts.append(f"stop={_format_strings(sampling.stop)}")
+    if sampling.stop_regex:
+        parts.append(f"stop_regex={_format_strings(sampling.stop_regex)}")
     if options.grammar is not None:
         parts.append(f"{options.grammar.kind}={_shorten(options.grammar.source)}")
     return " ".join(parts)

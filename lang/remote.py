@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from palmette.runtime.faults import deadline_passed
 from palmette.runtime.request import (
     EngineInfo,
     ErrorInfo,
@@ -38,6 +39,7 @@ T = TypeVar("T")
 _MAX_STREAMS = 64  # at once, as many as an engine runs; more wait here, not at the server
 _ABORT_S = 1.0  # for an aborted stream to end by itself
 _CALL_TIMEOUT_S = 60.0  # for calls that do not generate
+_DEADLINE_GRACE_S = 2.0  # the server keeps a request's deadline; this is for one that does not
 
 
 class HttpClient:
@@ -234,7 +236,8 @@ class HttpClient:
         try:
             async with self._streams:
                 batch.is_sent = True
-                await self._read(batch)
+                async with asyncio.timeout(batch.deadline_s(_DEADLINE_GRACE_S)):
+                    await self._read(batch)
         except asyncio.CancelledError as error:
             message = str(error) or "the client was closed"
             self._fail(batch, ErrorInfo(code="abort", message=message))
@@ -242,6 +245,8 @@ class HttpClient:
         except httpx.HTTPError as error:
             message = unreachable(self.base_url, error)
             self._fail(batch, ErrorInfo(code="unreachable", message=message))
+        except TimeoutError:
+            self._fail(batch, deadline_passed(batch.requests[0]))
         except _Refused as error:
             self._fail(batch, error.info)
         except Exception as error:  # the fault boundary of one stream: whoever polls must hear

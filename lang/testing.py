@@ -14,10 +14,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from palmette.runtime.delivery import stop_matcher
+from palmette.runtime.faults import deadline_passed
 from palmette.runtime.request import (
     EngineInfo,
     ErrorInfo,
@@ -72,7 +74,8 @@ class _Running:
     num_sent: int = 0
     text_sent: int = 0
     error: ErrorInfo | None = None
-    ends: list[int] = field(default_factory=list)  # characters after each token
+    shown: list[int] = field(default_factory=list)  # characters to show after each token
+    submitted_s: float = 0.0
 
 
 class FakeModel:
@@ -89,7 +92,8 @@ class FakeModel:
     request's constraint is an error of the test and fails the request.
 
     A choice that the scripted answer ends with is likely, others are not; `score(before, token)`
-    gives log-probabilities of your own.
+    gives log-probabilities of your own. Each poll gives `tokens_per_poll` tokens of every request
+    and takes `seconds_per_poll` on a clock of its own, which timeouts follow; nothing sleeps.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class FakeModel:
         tokens_per_poll: int = 1,
         context_length: int = 1 << 20,
         limits: Limits | None = None,
+        seconds_per_poll: float = 0.0,
     ) -> None:
         self.calls: list[FakeCall] = []
         self._script = list(script) if isinstance(script, list | tuple) else script
@@ -110,6 +115,8 @@ class FakeModel:
         self._default = default
         self._score = score
         self._tokens_per_poll = tokens_per_poll
+        self._seconds_per_poll = seconds_per_poll
+        self._now = 0.0  # seconds on a clock that only `poll` moves
         self._tokenizer = FakeTokenizer()
         self._running: deque[_Running] = deque()
         self._done: list[Output] = []
@@ -175,6 +182,7 @@ class FakeModel:
 
     def poll(self) -> list[Output]:
         outputs, self._done = self._done, []
+        self._now += self._seconds_per_poll
         for _ in range(len(self._running)):
             running = self._running.popleft()
             output = self._step(running)
@@ -215,6 +223,7 @@ class FakeModel:
             computed_tokens=len(prompt) - num_cached,
         )
         running = self._answer(request, usage)
+        running.submitted_s = self._now
         self.calls.append(
             FakeCall(
                 request=request,
@@ -298,52 +307,66 @@ class FakeModel:
         wanted = limit if sampling.ignore_eos else sampling.min_new_tokens
         while len(ids) < min(wanted, limit):
             ids += filler
-        begin = max(0, sampling.min_new_tokens - 1)  # nothing before counts as a stop
-        start = len(self._tokenizer.decode(ids[:begin]))
-        for end in range(begin + 1, min(len(ids), limit) + 1):
-            if ids[end - 1] in sampling.stop_token_ids:
+        for end in range(1, min(len(ids), limit) + 1):
+            if end >= sampling.min_new_tokens and ids[end - 1] in sampling.stop_token_ids:
                 return self._ending(request, ids[:end], ids[end - 1], usage)
-            found = _first_stop(self._tokenizer.decode(ids[:end]), sampling.stop, start)
-            if found is not None:
-                return self._ending(request, ids[:end], found[1], usage, cut=found[0])
         if len(ids) >= limit:
             return self._ending(request, ids[:limit], None, usage)
         return self._ending(request, [*ids, EOS], EOS, usage)
 
     def _ending(
-        self,
-        request: Request,
-        ids: list[int],
-        matched: int | str | None,
-        usage: Usage,
-        *,
-        cut: int | None = None,
+        self, request: Request, ids: list[int], matched: int | str | None, usage: Usage
     ) -> _Running:
-        """What the engine delivers: no stop id, and no token that begins after `cut`."""
-        is_trimmed = not request.sampling.no_stop_trim
-        if is_trimmed and isinstance(matched, int):
+        """What the engine delivers: no stop id, and no token that begins after a stop string."""
+        sampling, decode = request.sampling, self._tokenizer.decode
+        if isinstance(matched, int) and not sampling.no_stop_trim:
             ids = ids[:-1]
-        text = self._tokenizer.decode(ids)
-        if is_trimmed:
-            text = text[:cut]
+        matcher = stop_matcher(sampling)
+        texts: list[str] = []
+        shown: list[int] = []
         ends: list[int] = []
-        for token_id in ids:
-            begin = ends[-1] if ends else 0
-            if begin >= len(text):
-                ids = ids[: len(ends)]
+        for index, token_id in enumerate(ids):
+            piece, found = decode([token_id]), None
+            ends.append((ends[-1] if ends else 0) + len(piece))
+            if matcher is None:
+                texts.append(piece)
+            elif index + 1 < sampling.min_new_tokens:  # nothing before counts as a stop
+                matcher.skip(piece)
+                texts.append(piece)
+            else:
+                text, found = matcher.push(piece)
+                texts.append(text)
+            shown.append((shown[-1] if shown else 0) + len(texts[-1]))
+            if found is not None:
+                matched = found
                 break
-            ends.append(begin + len(self._tokenizer.decode([token_id])))
+        else:
+            text, found = matcher.end() if matcher is not None else ("", None)
+            texts.append(text)
+            matched = matched if found is None else found
+        if isinstance(matched, str) and matcher is not None and sampling.no_stop_trim:
+            texts.append(matcher.matched_text)
+        text = "".join(texts)
+        kept = sum(begin < len(text) for begin in [0, *ends[:-1]]) if ends else 0
         reason = FinishReason.LENGTH if matched is None else FinishReason.STOP
         finish = Finish(reason=reason, matched=matched)
-        return _Running(request, ids, len(ids), finish, text, usage, ends=ends)
+        return _Running(request, ids[:kept], kept, finish, text, usage, shown=shown[:kept])
 
     def _step(self, running: _Running) -> Output:
+        elapsed_s = self._now - running.submitted_s
+        deadline_s = running.request.deadline_s
+        if deadline_s is not None and elapsed_s >= deadline_s:
+            return Output(
+                request_id=running.request.request_id,
+                finish=Finish(reason=FinishReason.ABORT),
+                usage=running.usage,
+                error=deadline_passed(running.request),
+            )
         begin = running.num_sent
         end = min(running.stop_after, begin + self._tokens_per_poll)
         running.num_sent = end
         is_last = end == running.stop_after
-        shown = running.ends[end - 1] - self._held_back(running.request) if end else 0
-        text_end = len(running.text) if is_last else min(len(running.text), max(shown, 0))
+        text_end = len(running.text) if is_last else running.shown[end - 1] if end else 0
         text = running.text[running.text_sent : text_end]
         running.text_sent = max(running.text_sent, text_end)
         ids = tuple(running.token_ids[begin:end])
@@ -356,6 +379,7 @@ class FakeModel:
         )
         if is_last:
             self._cache.put((*running.request.prompt_ids, *running.token_ids))
+        finished_s = elapsed_s if is_last else None
         return Output(
             request_id=running.request.request_id,
             token_ids=ids,
@@ -364,12 +388,9 @@ class FakeModel:
             prompt_logprobs=running.prompt_logprobs if begin == 0 else (),
             finish=running.finish if is_last else None,
             usage=usage,
-            timing=Timing(admitted_s=0.0, first_token_s=0.0, finished_s=0.0 if is_last else None),
+            timing=Timing(admitted_s=0.0, first_token_s=0.0, finished_s=finished_s),
             error=running.error if is_last else None,
         )
-
-    def _held_back(self, request: Request) -> int:
-        return max((len(text) - 1 for text in request.sampling.stop), default=0)
 
     # Log-probabilities
 
@@ -428,12 +449,6 @@ def _last_end(key: str | re.Pattern[str], prompt: str) -> int:
         position = prompt.rfind(key)
         return position + len(key) if position >= 0 else -1
     return max((match.end() for match in key.finditer(prompt)), default=-1)
-
-
-def _first_stop(text: str, stops: Iterable[str], start: int) -> tuple[int, str] | None:
-    """Where the first stop string begins, not before `start`, and which it is."""
-    found = [(text.find(stop, start), stop) for stop in stops]
-    return min(((at, stop) for at, stop in found if at >= 0), default=None)
 
 
 def _noise(*texts: str) -> float:

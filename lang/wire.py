@@ -55,6 +55,11 @@ class Batch:
     def unfinished(self) -> list[Request]:
         return [one.request for one in self.progress if not one.is_finished]
 
+    def deadline_s(self, grace_s: float) -> float | None:
+        """Seconds after which no answer will come; `grace_s` for its way."""
+        given = self.requests[0].deadline_s
+        return None if given is None else given + grace_s
+
     def body(self, *, with_hints: bool = False) -> dict[str, object]:
         """The POST; `with_hints`: to a server that knows the fields of `ReuseHint`."""
         first = self.requests[0]
@@ -71,6 +76,8 @@ class Batch:
             "priority": first.priority,
             "program": first.program,
         }
+        if first.deadline_s is not None:
+            body["timeout_s"] = first.deadline_s
         if with_hints:
             body |= _hints(self.requests[-1].hint)
         options = first.logprobs
@@ -176,6 +183,7 @@ def _is_next_choice(group: Sequence[Request], request: Request) -> bool:
         and request.sampling == first.sampling
         and request.grammar == first.grammar
         and request.logprobs == first.logprobs
+        and request.deadline_s == first.deadline_s
     )
 
 
@@ -205,6 +213,7 @@ def _sampling(request: Request, *, num_choices: int) -> dict[str, object]:
         "repetition_penalty": sampling.repetition_penalty,
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
+        "stop_regex": list(sampling.stop_regex),
         "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": sampling.skip_special_tokens,
         "no_stop_trim": sampling.no_stop_trim,

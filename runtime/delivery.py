@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from palmette.constrained.vocabulary import Vocabulary
 
 from .request import SamplingParams, TokenLogprob
+from .stop_regex import StopRegexMatcher
 from .text import Detokenizer, StopMatcher
+
+
+def stop_matcher(sampling: SamplingParams) -> StopMatcher | StopRegexMatcher | None:
+    """What finds the ends that `sampling` asks for; None: it asks for none."""
+    if sampling.stop_regex:
+        return StopRegexMatcher(sampling.stop, sampling.stop_regex)
+    return StopMatcher(sampling.stop) if sampling.stop else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class Delivery:
     def __init__(self, sampling: SamplingParams, *, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._detokenizer = Detokenizer(vocabulary, skip_special=sampling.skip_special_tokens)
-        self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
+        self._matcher = stop_matcher(sampling)
         self._keeps_stop = sampling.no_stop_trim
         self._min_tokens = sampling.min_new_tokens
         self._held: deque[_Held] = deque()
@@ -91,6 +99,7 @@ class Delivery:
         self._held.append(_Held(token_id, logprob, self._length))
         self._length += len(text)
         if self._num_pushed < self._min_tokens:  # before that no stop string counts
+            self._matcher.skip(text)
             self._emit(text)
             return None
         return self._match(text)
@@ -107,7 +116,8 @@ class Delivery:
         self._length += len(text)
         matched = self._match(text)
         if matched is None:
-            self._emit(self._matcher.flush())
+            matched = self._matched(*self._matcher.end())
+        if matched is None:
             self._deliver_held(upto=self._length + 1)
         return matched
 
@@ -125,12 +135,15 @@ class Delivery:
 
     def _match(self, text: str) -> str | None:
         assert self._matcher is not None
-        emit, matched = self._matcher.push(text)
+        return self._matched(*self._matcher.push(text))
+
+    def _matched(self, emit: str, matched: str | None) -> str | None:
+        assert self._matcher is not None
         self._emit(emit)
         if matched is not None:
             self._is_over = True
             if self._keeps_stop:
-                self._texts.append(matched)
+                self._texts.append(self._matcher.matched_text)
                 self._deliver_held(upto=self._length + 1)
             self._held.clear()
         return matched

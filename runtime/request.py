@@ -19,6 +19,8 @@ import msgspec
 
 from palmette.constrained.spec import ConstraintIssue, GrammarSpec
 
+from .stop_regex import check_stop_regex
+
 
 class RequestError(ValueError):
     """A request that cannot be served as it stands.
@@ -63,6 +65,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias in [-100, 100])
     seed: int | None = None  # None: drawn from the engine's generator
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()  # see runtime.stop_regex
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True  # leave special tokens out of the text
@@ -91,6 +94,11 @@ class SamplingParams:
             raise _out_of_range("seed", self.seed, "a 64-bit integer")
         if any(not text for text in self.stop):
             raise RequestError("stop: a stop string may not be empty", field="stop")
+        if self.stop_regex:
+            try:
+                check_stop_regex(self.stop_regex)
+            except ValueError as error:
+                raise RequestError(f"stop_regex: {error}", field="stop_regex") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +228,7 @@ class ErrorInfo:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     reason: FinishReason
-    matched: int | str | None = None  # the stop id or stop string that ended it
+    matched: int | str | None = None  # the stop id, stop string or stop regex that ended it
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -307,6 +315,9 @@ def check_request(request: Request, info: EngineInfo) -> None:
     _check_count("stop", len(sampling.stop), limits.max_stop_strings)
     for text in sampling.stop:
         _check_count("stop", len(text), limits.max_stop_length, unit="characters in one string")
+    _check_count("stop_regex", len(sampling.stop_regex), limits.max_stop_strings)
+    for text in sampling.stop_regex:
+        _check_count("stop_regex", len(text), limits.max_stop_length, unit="characters in one")
     _check_count("stop_token_ids", len(sampling.stop_token_ids), limits.max_stop_token_ids)
     _check_token_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
     _check_count("logit_bias", len(sampling.logit_bias), limits.max_logit_bias)

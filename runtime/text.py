@@ -137,6 +137,18 @@ class StopMatcher:
         held, self._held, self._state = self._held, "", 0
         return held
 
+    @property
+    def matched_text(self) -> str:
+        """What was cut out of the stream."""
+        return self._matched or ""
+
+    def skip(self, text: str) -> None:
+        """Text in which no stop string counts, before all that is pushed."""
+
+    def end(self) -> tuple[str, str | None]:
+        """`flush`, and the stop string that the end completes: never one."""
+        return self.flush(), None
+
     def _build(self, stops: list[str]) -> None:
         children: list[dict[str, int]] = [{}]
         for stop in stops:

@@ -17,7 +17,7 @@ from palmette.runtime.request import Request as EngineRequest
 from .auth import KeyRing, Owner
 from .calls import Call, CallTable
 from .config import ServerConfig
-from .errors import ApiError
+from .errors import ApiError, invalid
 from .limits import Plan, TokenIds, check_rid, make_requests, salt
 from .metrics import ServerMetrics
 from .remote_engine import AsyncEngine, EngineState
@@ -84,6 +84,15 @@ class ServerContext:
         for tag, value in salts.items():
             parts += salt(value, tag, self.config.max_salt_length)
         return parts
+
+    def deadline_s(self, timeout_s: float | None) -> float:
+        """Seconds that a request gets; its client may ask for fewer than the server gives."""
+        limit_s = self.config.request_timeout_s
+        if timeout_s is None:
+            return limit_s
+        if not timeout_s > 0:
+            raise invalid(f"timeout_s: {timeout_s} is out of range; it must be > 0", "timeout_s")
+        return min(timeout_s, limit_s)
 
     def open_call(
         self,

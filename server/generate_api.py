@@ -160,7 +160,7 @@ def _plans(
                 priority=priority,
                 tenant=owner.name,
                 program=program,
-                deadline_s=context.config.request_timeout_s,
+                deadline_s=context.deadline_s(body.timeout_s),
                 hint=cache_hint(body, context.config.max_rid_length),
             )
         )

@@ -268,8 +268,9 @@ def openai_sampling(
     names: Mapping[str, str],
 ) -> SamplingParams:
     """Raises ApiError 400 on any value outside its range."""
-    if body.stop and not body.detokenize:
-        raise invalid("stop: stop strings need detokenize to be true", "stop")
+    for name, value in (("stop", body.stop), ("stop_regex", body.stop_regex)):
+        if value and not body.detokenize:
+            raise invalid(f"{name}: stop strings need detokenize to be true", name)
     try:
         return SamplingParams(
             max_new_tokens=max_tokens,
@@ -283,7 +284,8 @@ def openai_sampling(
             repetition_penalty=body.repetition_penalty,
             logit_bias=_logit_bias(body.logit_bias, info.limits),
             seed=body.seed,
-            stop=_stop(body.stop),
+            stop=_texts(body.stop),
+            stop_regex=_texts(body.stop_regex),
             stop_token_ids=token_ids(body.stop_token_ids, "stop_token_ids"),
             ignore_eos=body.ignore_eos,
             skip_special_tokens=body.skip_special_tokens,
@@ -295,8 +297,6 @@ def openai_sampling(
 
 def generate_sampling(body: SamplingBody, info: EngineInfo) -> SamplingParams:
     """Raises ApiError 400 on any value outside its range, or that would not be obeyed."""
-    if body.stop_regex:
-        raise invalid("stop_regex: is not supported; use stop or regex", "stop_regex")
     if body.beam_width != 1:
         raise invalid("beam_width: is not supported; use n", "beam_width")
     if body.custom_params:
@@ -315,7 +315,8 @@ def generate_sampling(body: SamplingBody, info: EngineInfo) -> SamplingParams:
             repetition_penalty=body.repetition_penalty,
             logit_bias=_logit_bias(body.logit_bias, info.limits),
             seed=seed,
-            stop=_stop(body.stop),
+            stop=_texts(body.stop),
+            stop_regex=_texts(body.stop_regex),
             stop_token_ids=token_ids(body.stop_token_ids, "stop_token_ids"),
             ignore_eos=body.ignore_eos,
             skip_special_tokens=body.skip_special_tokens,
@@ -340,7 +341,7 @@ def _top_k(value: int, info: EngineInfo) -> int:
     return min(value, info.vocab_size)
 
 
-def _stop(value: str | list[str]) -> tuple[str, ...]:
+def _texts(value: str | list[str]) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,) if value else ()
     return tuple(value)

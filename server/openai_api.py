@@ -47,12 +47,13 @@ async def chat_completions(request: Request) -> Response:
     check_messages(body.messages, context.config.max_messages)
     kwargs = check_template_options(body)
     mode = tool_mode(check_tools(body.tools, context.config.max_tools), body.tool_choice)
-    if mode.is_forced and body.stop:
-        raise invalid(
-            "stop: cannot be combined with a forced tool_choice, whose call it could cut; "
-            "leave it out",
-            "stop",
-        )
+    for name, value in (("stop", body.stop), ("stop_regex", body.stop_regex)):
+        if mode.is_forced and value:
+            raise invalid(
+                f"{name}: cannot be combined with a forced tool_choice, whose call it could cut; "
+                "leave it out",
+                name,
+            )
     constraints = openai_constraints(body)
     constraints["tools"] = mode.grammar
     plan = Plan(
@@ -64,7 +65,7 @@ async def chat_completions(request: Request) -> Response:
         priority=check_priority(body.priority),
         tenant=owner.name,
         program=check_program(body.program, context.config.max_rid_length),
-        deadline_s=context.config.request_timeout_s,
+        deadline_s=context.deadline_s(body.timeout_s),
         hint=cache_hint(body, context.config.max_rid_length),
     )
     if body.continue_final_message:
@@ -108,7 +109,7 @@ async def completions(request: Request) -> Response:
         priority=check_priority(body.priority),
         tenant=owner.name,
         program=check_program(body.program, context.config.max_rid_length),
-        deadline_s=context.config.request_timeout_s,
+        deadline_s=context.deadline_s(body.timeout_s),
         hint=cache_hint(body, context.config.max_rid_length),
     )
     prompts: list[TokenIds] = []

@@ -76,6 +76,7 @@ class OpenAIBody(msgspec.Struct, kw_only=True, frozen=True):
     min_tokens: int = 0
     repetition_penalty: float = 1.0
     stop_token_ids: list[int] = []
+    stop_regex: str | list[str] = []
     ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
@@ -98,6 +99,7 @@ class OpenAIBody(msgspec.Struct, kw_only=True, frozen=True):
     program: str = ""
     rid: str | None = None
     request_id: str | None = None  # the same as rid
+    timeout_s: float | None = None
     return_token_ids: bool = False
     detokenize: bool = True
     # told by some clients, without an effect here
@@ -187,6 +189,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     sampling_params: Any = {}  # SamplingBody, or a list of them
     stream: bool = False
     rid: str | list[str] | None = None
+    timeout_s: float | None = None
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] = -1
     top_logprobs_num: int | list[int] = 0

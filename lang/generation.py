@@ -1,0 +1,207 @@
+"""`gen`, `select` and their kin as users write them. Names and order of arguments are SGLang's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from palmette.runtime.text import well_formed
+
+from .arguments import ids_of, refuse_unused, stop_of, texts_of
+from .choices import ChoicesMethod, token_length_normalized
+from .expressions import Expr, GenArguments, GenExpr, SelectExpr, dtype_name, grammar_of
+from .host import located_at_caller
+
+
+@located_at_caller
+def gen(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+    dtype: type | str | None = None,
+    choices: Sequence[str] | None = None,
+    choices_method: ChoicesMethod | None = None,
+    regex: str | None = None,
+    json_schema: str | Mapping[str, object] | type | None = None,
+    *,
+    ebnf: str | None = None,
+    structural_tag: str | Mapping[str, object] | None = None,
+    whitespace: str | None = None,
+    order: str | None = None,
+    additional: str | None = None,
+    formats: str | None = None,
+    policy: str | None = None,
+    seed: int | None = None,
+    logit_bias: Mapping[int | str, float] | None = None,
+    repetition_penalty: float | None = None,
+    skip_special_tokens: bool | None = None,
+    priority: int = 0,
+    timeout: float | None = None,
+) -> Expr:
+    """Generate text after the state and bind it to `name`.
+
+    With `choices` it is `select`: arguments that say how to draw and where to end have no use
+    then, those that would change the result (n, penalties, logit_bias) are refused. At most one of
+    `choices`, `regex`, `json_schema` (JSON text, a dict, a pydantic model or another Python type),
+    `ebnf`, `structural_tag` and `dtype` constrains the text. `whitespace` ("compact", "indent=2"),
+    `order` ("any"), `additional` ("forbid"), `formats` and `policy` ("lenient") are options of
+    `json_schema`. `dtype` (int, float, bool, str) is a ready-made regex: the variable is text that
+    matches the pattern of the type, not a value of it (`int(s["x"])`). The text ends before a
+    string of `stop` and before what a pattern of `stop_regex` matches; after `timeout` seconds it
+    ends in an error whose code is "deadline". With n > 1 the variable is a list of n texts and the
+    state goes on with the first.
+
+    >>> s += "2+2=" + pm.gen("sum", dtype=int, max_tokens=8)
+    >>> number = int(s["sum"])
+
+    Raises:
+        ValueError: an argument is out of range, or two constraints are given.
+    """
+    refuse_unused(locals())
+    if choices is not None:
+        return SelectExpr(name, _choices(choices), choices_method or token_length_normalized)
+    arguments = GenArguments(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        n=n,
+        stop=stop_of(stop),
+        stop_token_ids=ids_of(stop_token_ids),
+        stop_regex=texts_of(stop_regex),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        ignore_eos=ignore_eos,
+        return_logprob=return_logprob,
+        logprob_start_len=logprob_start_len,
+        top_logprobs_num=top_logprobs_num,
+        return_text_in_logprobs=return_text_in_logprobs,
+        dtype=None if dtype is None else dtype_name(dtype),
+        grammar=grammar_of(
+            regex=regex,
+            json_schema=json_schema,
+            ebnf=ebnf,
+            structural_tag=structural_tag,
+            options={
+                "whitespace": whitespace,
+                "order": order,
+                "additional": additional,
+                "formats": formats,
+                "policy": policy,
+            },
+        ),
+        seed=seed,
+        logit_bias=tuple(sorted((int(key), bias) for key, bias in (logit_bias or {}).items())),
+        repetition_penalty=repetition_penalty,
+        skip_special_tokens=skip_special_tokens,
+        priority=priority,
+        timeout_s=timeout,
+    )
+    return GenExpr(name, arguments)
+
+
+def gen_int(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+) -> Expr:
+    """gen(dtype=int): the variable is text that matches `[-+]?[0-9]+[ \\n]*`, not an int.
+
+    >>> s += "2+2=" + pm.gen_int("sum", max_tokens=8)
+    >>> number = int(s["sum"])
+    """
+    return _gen_dtype("int", **locals())
+
+
+def gen_string(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+) -> Expr:
+    """gen(dtype=str): the variable is text in double quotes, which belong to it.
+
+    >>> s += "name = " + pm.gen_string("name", max_tokens=8)
+    >>> name = s["name"].strip('"')
+    """
+    return _gen_dtype("str", **locals())
+
+
+@located_at_caller
+def select(
+    name: str | None = None,
+    choices: Sequence[str] | None = None,
+    temperature: float = 0.0,
+    choices_method: ChoicesMethod = token_length_normalized,
+) -> Expr:
+    """Choose the text among `choices` that the model finds most likely after the state.
+
+    >>> s += "Is the sky blue? " + pm.select("answer", ["yes", "no"])
+    >>> is_blue = s["answer"] == "yes"
+
+    Raises:
+        ValueError: there are no choices, or a temperature: nothing is sampled.
+    """
+    if choices is None:
+        raise ValueError("choices: select needs a list of at least one text")
+    if temperature > 1e-5:
+        raise ValueError(
+            f"temperature: {temperature} is out of range; select does not sample, it must be 0"
+        )
+    return SelectExpr(name, _choices(choices), choices_method)
+
+
+def _gen_dtype(dtype: str, **arguments: object) -> Expr:
+    return gen(dtype=dtype, **arguments)  # type: ignore[arg-type]
+
+
+def _choices(choices: Sequence[str]) -> tuple[str, ...]:
+    texts = tuple(choices)
+    if not texts or isinstance(choices, str) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"choices: {choices!r:.60} must be a list of at least one text")
+    if not all(texts):
+        raise ValueError("choices: an empty text cannot be scored")
+    return tuple(map(well_formed, texts))
