@@ -44,18 +44,23 @@ def to_rust(pattern: str, pointer: str) -> str:
             parts.append(_NO_LINE_END)
         else:
             if char == "(" and pattern[i : i + 2] == "(?" and not _GROUP.match(pattern, i):
-                raise GrammarError(
-                    f"pattern {pattern!r}: {pattern[i : i + 4]!r} is not ECMA-262", pointer=pointer
-                )
+                raise _refused(pattern, f"{pattern[i : i + 4]!r} is not ECMA-262", pointer)
             in_class = char == "["
             parts.append(char)
             if in_class and pattern[i + 1 : i + 2] == "^":
                 parts.append("^")
                 i += 1
             if in_class and pattern[i + 1 : i + 2] == "]":
-                raise GrammarError(f"pattern {pattern!r}: empty class", pointer=pointer)
+                raise _refused(pattern, "empty class", pointer)
         i += 1
     return "".join(parts)
+
+
+def _refused(pattern: str, why: str, pointer: str) -> GrammarError:
+    keyword = "pattern" if pointer.endswith("/pattern") else "patternProperties"
+    return GrammarError(
+        f"pattern {pattern!r}: {why}", pointer=pointer, keyword=keyword, can_weaken=True
+    )
 
 
 def _escape(pair: str, in_class: bool, pattern: str, pointer: str) -> str:
@@ -65,7 +70,7 @@ def _escape(pair: str, in_class: bool, pattern: str, pointer: str) -> str:
         return f"[^{_SPACES}]"
     letter = pair[1:]
     if letter.isascii() and letter.isalpha() and letter not in _KNOWN_ESCAPES:
-        raise GrammarError(f"pattern {pattern!r}: {pair} is not supported", pointer=pointer)
+        raise _refused(pattern, f"{pair} is not supported", pointer)
     if letter == "v":
         return r"\x0b"
     if in_class and letter == "b":

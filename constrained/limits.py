@@ -32,27 +32,37 @@ class GrammarLimits:
         if size > self.source_bytes:
             raise GrammarError(f"grammar is {size} bytes long; the limit is {self.source_bytes}")
 
-    def check_regex(self, pattern: str, *, pointer: str | None = None) -> None:
+    def check_regex(
+        self, pattern: str, *, pointer: str | None = None, keyword: str | None = None
+    ) -> None:
         """Bounds the length of `pattern` and its size with counted repeats written out."""
         size = len(pattern.encode("utf-8", "surrogatepass"))
         if size > self.regex_bytes:
             raise GrammarError(
-                f"regex is {size} bytes long; the limit is {self.regex_bytes}", pointer=pointer
+                f"regex is {size} bytes long; the limit is {self.regex_bytes}",
+                pointer=pointer,
+                keyword=keyword,
+                can_weaken=True,
             )
         if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # parsers drop it silently
-            raise GrammarError(f"regex {pattern!r:.200} ends inside an escape", pointer=pointer)
-        self._check_repeats(pattern, pointer)
+            raise GrammarError(
+                f"regex {pattern!r:.200} ends inside an escape", pointer=pointer, keyword=keyword
+            )
+        self._check_repeats(pattern, pointer, keyword)
 
     def check_repeats(self, grammar: str) -> None:
         """Bounds the counted repeats of a Lark or EBNF grammar, rules taken one by one."""
-        self._check_repeats(_QUOTED.sub("x", grammar), None)
+        self._check_repeats(_QUOTED.sub("x", grammar), None, None)
 
-    def _check_repeats(self, pattern: str, pointer: str | None) -> None:
+    def _check_repeats(self, pattern: str, pointer: str | None, keyword: str | None) -> None:
         written_out = _written_out_size(pattern)
         if written_out > self.regex_size:
             raise GrammarError(
                 f"repeats add up to {written_out} characters; the limit is {self.regex_size}",
                 pointer=pointer,
+                keyword=keyword,
+                suggestion="use * or + in place of large counts",
+                can_weaken=True,
             )
 
 

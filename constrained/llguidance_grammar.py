@@ -83,7 +83,7 @@ def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
 
 
 _CLEARER = {
-    "oneOf constraints are not supported": "the branches are not provably disjoint; use anyOf",
+    "oneOf constraints are not supported": ("the branches are not provably disjoint", "use anyOf"),
 }
 
 
@@ -120,15 +120,26 @@ def locate(
     if not candidates:
         return GrammarError(reason(message), pointer=""), None, ""
     node, keyword = candidates[0]
-    message = next((c for sign, c in _CLEARER.items() if sign in message), reason(message))
+    clearer = (c for sign, c in _CLEARER.items() if sign in message)
+    why, suggestion = next(clearer, (reason(message), None))
     origin = schema.origins.get(id(node.schema), node.pointer)
-    error = GrammarError(f"{keyword}: {message}", pointer=f"{origin}/{escape(keyword)}")
+    error = GrammarError(
+        f"{keyword}: {why}",
+        pointer=f"{origin}/{escape(keyword)}",
+        keyword=keyword,
+        suggestion=suggestion,
+        can_weaken=not _is_final(keyword, message),
+    )
     return error, Node(origin, node.schema), keyword
 
 
 # Signs of a message that says no value is allowed, or that the schema is broken.
 _LACKS = {"pattern": "look", "patternProperties": "disjoint"}  # other messages: it is malformed
 _FINAL = ("greater", "nsatisfiable", "unclosed", "escapes")
+
+
+def _is_final(keyword: str, message: str) -> bool:
+    return _LACKS.get(keyword, "") not in message or any(sign in message for sign in _FINAL)
 
 
 def widened(text: GrammarText, node: Node, keyword: str, message: str) -> GrammarText:
@@ -138,8 +149,7 @@ def widened(text: GrammarText, node: Node, keyword: str, message: str) -> Gramma
     Raises:
         GrammarError: the keyword can't be left out.
     """
-    is_broken = _LACKS.get(keyword, "") not in message
-    if is_broken or any(sign in message for sign in _FINAL):
+    if _is_final(keyword, message):
         raise GrammarError(message)
     schema, options = text.schema, text.options or {}
     assert schema is not None and isinstance(node.schema, dict)
@@ -308,6 +318,8 @@ def _structural_tag_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarTex
             raise GrammarError(
                 f"{residual.keyword}: can't be checked inside a tag: {residual.reason}",
                 pointer=f"{residual.pointer}/{escape(residual.keyword)}",
+                keyword=residual.keyword,
+                can_weaken=True,
             )
         notes.extend(text.notes)
         return _dumps({**text.schema.document, "x-guidance": {**(text.options or {})}})

@@ -199,8 +199,12 @@ def _check_against_metaschema(document: SchemaObject) -> None:
     try:
         jsonschema_rs.meta.validate(document)
     except jsonschema_rs.ValidationError as error:
-        pointer = "".join(f"/{escape(str(part))}" for part in error.instance_path)
-        raise GrammarError(f"not a valid schema: {error.message[:300]}", pointer=pointer) from None
+        path = error.instance_path
+        pointer = "".join(f"/{escape(str(part))}" for part in path)
+        keyword = next((part for part in reversed(path) if isinstance(part, str)), None)
+        raise GrammarError(
+            f"not a valid schema: {error.message[:300]}", pointer=pointer, keyword=keyword
+        ) from None
     except ValueError as error:
         raise GrammarError(f"not a valid schema: {str(error)[:300]}", pointer="") from None
 
@@ -229,16 +233,19 @@ def _prepare_node(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
     _rewrite_patterns(node, totals, limits)
 
 
+_PATTERNS = "patternProperties"
+
+
 def _rewrite_patterns(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
     schema = node.schema
     assert isinstance(schema, dict)
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
-        limits.check_regex(pattern, pointer=_at(node, "pattern"))
+        limits.check_regex(pattern, pointer=_at(node, "pattern"), keyword="pattern")
         try:
             schema["pattern"] = to_rust(pattern, _at(node, "pattern"))
         except GrammarError as error:
-            totals.add(node, "pattern", _bare(error))
+            totals.add(node, "pattern", error.reason)
             del schema["pattern"]
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict):
@@ -249,16 +256,15 @@ def _rewrite_patterns(node: Node, totals: _Totals, limits: GrammarLimits) -> Non
             f"patternProperties: {len(patterns)} patterns; the limit is "
             f"{limits.pattern_properties}",
             pointer=place,
+            keyword="patternProperties",
+            suggestion="join patterns with | where they ask for the same",
+            can_weaken=True,
         )
     for pattern in patterns:
-        limits.check_regex(pattern, pointer=f"{place}/{escape(pattern)}")
+        limits.check_regex(pattern, pointer=f"{place}/{escape(pattern)}", keyword=_PATTERNS)
     schema["patternProperties"] = {
         to_rust(pattern, f"{place}/{escape(pattern)}"): child for pattern, child in patterns.items()
     }
-
-
-def _bare(error: GrammarError) -> str:
-    return str(error).removesuffix(f" (at {error.pointer or '/'})")
 
 
 def _at(node: Node, keyword: str) -> str:
@@ -327,7 +333,11 @@ def _rewrite_format(node: Node, totals: _Totals, mode: Formats) -> None:
     if name not in formats.PATTERNS:
         if mode == Formats.STRICT:
             raise GrammarError(
-                f"format: {name!r} is not a format of JSON Schema", pointer=_at(node, "format")
+                f"format: {name!r} is not a format of JSON Schema",
+                pointer=_at(node, "format"),
+                keyword="format",
+                suggestion="use a pattern, or formats known",
+                can_weaken=True,
             )
         totals.notes.append(
             f"{_at(node, 'format')}: {name!r} is not a format of JSON Schema: ignored"
@@ -355,11 +365,16 @@ def _check_counts(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
     if isinstance(enum, list):
         totals.enum_values += len(enum)
         if not enum:
-            raise GrammarError("enum: no value is allowed", pointer=_at(node, "enum"))
+            raise GrammarError(
+                "enum: no value is allowed", pointer=_at(node, "enum"), keyword="enum"
+            )
         if totals.enum_values > limits.enum_values:
             raise GrammarError(
                 f"the schema has more than {limits.enum_values} enum values",
                 pointer=_at(node, "enum"),
+                keyword="enum",
+                suggestion="use a pattern",
+                can_weaken=True,
             )
     properties = node.schema.get("properties")
     if isinstance(properties, dict):
@@ -368,6 +383,8 @@ def _check_counts(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
             raise GrammarError(
                 f"the schema has more than {limits.properties} properties",
                 pointer=_at(node, "properties"),
+                keyword="properties",
+                suggestion="use patternProperties or additionalProperties",
             )
 
 
@@ -397,6 +414,9 @@ def _check_numbers(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
             raise GrammarError(
                 f"{keyword}: numbers beyond {limits.integer} can't be enforced exactly",
                 pointer=_at(node, keyword),
+                keyword=keyword,
+                suggestion="use a text, or minimum and maximum",
+                can_weaken=True,
             )
     step = node.schema.get("multipleOf")
     if not isinstance(step, int | float):
@@ -431,8 +451,11 @@ def _refuse_control_characters(node: Node) -> None:
         if keyword in node.schema and _needs_escape(node.schema[keyword]):
             raise GrammarError(
                 f"{keyword}: control characters need \\u escapes, which are not generated in "
-                "schemas with open objects; set additionalProperties to false",
+                "schemas with open objects",
                 pointer=_at(node, keyword),
+                keyword=keyword,
+                suggestion="set additionalProperties to false",
+                can_weaken=True,
             )
 
 

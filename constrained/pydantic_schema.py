@@ -116,4 +116,4 @@ def _refuse_naive(schema: Any, type_name: str) -> None:
 
 
 def _refuse(what: str, instead: str) -> NoReturn:
-    raise GrammarError(f"{what} can't be enforced; {instead}")
+    raise GrammarError(f"{what} can't be enforced", suggestion=instead)

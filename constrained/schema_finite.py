@@ -33,7 +33,11 @@ def refuse_infinite(nodes: Sequence[Node], resolver: Resolver) -> None:
         if not left:
             return
         if len(left) == len(pending):
-            raise GrammarError("every value of this schema is infinite", pointer=left[-1].pointer)
+            raise GrammarError(
+                "every value of this schema is infinite",
+                pointer=left[-1].pointer,
+                suggestion="let a part of it end, such as a property that may be left out",
+            )
         pending = left[::-1]
 
 

@@ -91,7 +91,7 @@ def draft_of(root: SchemaObject) -> Draft | None:
     if name is None:
         return Draft.DRAFT2020
     if not isinstance(name, str):
-        raise GrammarError("$schema must be a string", pointer="/$schema")
+        raise GrammarError("$schema must be a string", pointer="/$schema", keyword="$schema")
     return _DRAFTS.get(re.sub(r"^https?://|#?$", "", name).rstrip("/"))
 
 
@@ -152,12 +152,17 @@ class Resolver:
                 raise GrammarError(
                     f"$ref {reference!r} is not in the schema; remote schemas are never fetched",
                     pointer=pointer,
+                    keyword="$ref",
+                    suggestion="put it under $defs, or use the policy lenient",
+                    can_weaken=True,
                 )
             start = self._named[url]
         try:
             return self._within(start, unquote(fragment))
         except LookupError:
-            raise GrammarError(f"$ref {reference!r} leads nowhere", pointer=pointer) from None
+            raise GrammarError(
+                f"$ref {reference!r} leads nowhere", pointer=pointer, keyword="$ref"
+            ) from None
 
     def _base_of(self, pointer: str) -> str:
         """The URI against which references at `pointer` are read."""
@@ -254,7 +259,12 @@ def _check_cycles(edges: dict[int, list[tuple[int, str]]]) -> None:
             current, targets = stack[-1]
             for target, pointer in targets:
                 if target in path:
-                    raise GrammarError("the schema refers to itself without end", pointer=pointer)
+                    raise GrammarError(
+                        "the schema refers to itself without end",
+                        pointer=pointer,
+                        keyword=pointer.rpartition("/")[2],
+                        suggestion="let a property or an item stand between",
+                    )
                 if target not in done:
                     path.add(target)
                     stack.append((target, iter(edges[target])))

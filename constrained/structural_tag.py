@@ -52,7 +52,7 @@ def structural_tag_to_lark(source: str, limits: GrammarLimits, embed: Callable[[
         try:
             content = embed(tag.schema)
         except GrammarError as error:
-            raise _below(tag, error) from None
+            raise error.below(f"{tag.pointer}/schema") from None
         rest = _quoted(tag.begin[len(trigger) :])
         lines.append(f"tag_{i}_head[lazy]: /(?s:.*)/ {_quoted(trigger)}")
         lines.append(f"tag_{i}: tag_{i}_head {rest} %json {content} {_quoted(tag.end)}")
@@ -97,11 +97,6 @@ def _read_tag(entry: Json, pointer: str) -> _Tag:
     if not isinstance(begin, str) or not isinstance(end, str):
         raise GrammarError("begin and end are texts", pointer=pointer)
     return _Tag(pointer, begin, entry.get("schema", True), end)
-
-
-def _below(tag: _Tag, error: GrammarError) -> GrammarError:
-    message = str(error).removesuffix(f" (at {error.pointer or '/'})")
-    return GrammarError(message, pointer=f"{tag.pointer}/schema{error.pointer or ''}")
 
 
 def _text_without(triggers: list[str]) -> str:

@@ -43,7 +43,9 @@ def to_spec(value: object, *, whitespace: Whitespace = Whitespace.BOUNDED) -> Gr
     if isinstance(value, Mapping):
         return GrammarSpec.json_schema(value, whitespace=whitespace)
     if isinstance(value, bool | int | float | bytes):
-        raise GrammarError(f"{value!r} is a value, not an output type; use Literal[{value!r}]")
+        raise GrammarError(
+            f"{value!r} is a value, not an output type", suggestion=f"use Literal[{value!r}]"
+        )
     if isinstance(value, list | tuple):
         return GrammarSpec.choice([_plain(option) for option in value])
     module = type(value).__module__.partition(".")[0]
@@ -58,8 +60,8 @@ def to_spec(value: object, *, whitespace: Whitespace = Whitespace.BOUNDED) -> Gr
 def _from_text(text: str, whitespace: Whitespace) -> GrammarSpec:
     if not text.lstrip().startswith("{"):
         raise GrammarError(
-            "a text is read as a JSON Schema, which begins with '{'; for a regex use "
-            "GrammarSpec.regex"
+            "a text is read as a JSON Schema, which begins with '{'",
+            suggestion="for a regex use GrammarSpec.regex",
         )
     return GrammarSpec.json_schema(text, whitespace=whitespace)
 
@@ -85,7 +87,7 @@ def _from_type(value: object, whitespace: Whitespace) -> GrammarSpec:
             adapter = pydantic.TypeAdapter(_portable(value))
             schema = adapter.json_schema(schema_generator=StrictJsonSchema)
     except GrammarError as error:
-        raise GrammarError(f"{value!r:.200}: {error}") from None
+        raise GrammarError(f"{value!r:.200}: {error.reason}", suggestion=error.suggestion) from None
     except (pydantic.errors.PydanticUserError, ImportError, TypeError, NameError) as error:
         reason = str(error).partition("\n")[0]
         raise GrammarError(f"{value!r:.200} has no JSON Schema: {reason}") from None
@@ -146,7 +148,9 @@ def _from_outlines(value: Any, whitespace: Whitespace) -> GrammarSpec:
 
     if isinstance(value, dsl.JsonSchema):
         if value.whitespace_pattern not in (None, ""):
-            raise GrammarError("JsonSchema: whitespace_pattern is not supported; use whitespace")
+            raise GrammarError(
+                "JsonSchema: whitespace_pattern is not supported", suggestion="use whitespace"
+            )
         if value.whitespace_pattern == "":
             whitespace = Whitespace.COMPACT
         return GrammarSpec.json_schema(value.schema, whitespace=whitespace)
@@ -204,7 +208,9 @@ def _quantifier(term: Any, dsl: Any) -> str:
             return f"{{0,{term.max_count}}}"
         case dsl.QuantifyBetween():
             return f"{{{term.min_count},{term.max_count}}}"
-    raise GrammarError(f"{type(term).__name__} can't be part of a larger term; use it alone")
+    raise GrammarError(
+        f"{type(term).__name__} can't be part of a larger term", suggestion="use it alone"
+    )
 
 
 def _as_term(member: object, dsl: Any) -> Any:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from running_server import RunningServer
 
 from palmette.constrained.spec import (
     Additional,
@@ -160,3 +161,23 @@ def test_options_of_generate() -> None:
         with pytest.raises(ApiError) as caught:
             generate_constraint(schemas.SamplingBody(**wrong), LIMITS)  # type: ignore[arg-type]
         assert caught.value.param in ("order", "formats")
+
+
+def test_a_refused_schema_is_data(server: RunningServer) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "https://example.com/a"}}}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": "x"}],
+            "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+        },
+        "/v1/completions": {"prompt": "x", "guided_json": schema},
+        "/generate": {"text": "x", "sampling_params": {"json_schema": schema}},
+    }
+    for path, body in bodies.items():
+        for stream in (False, True):
+            response = server.client.post(path, json={**body, "stream": stream})
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "grammar")
+            assert (error["pointer"], error["keyword"]) == ("/properties/a/$ref", "$ref")
+            assert "never fetched" in error["reason"]
+            assert "lenient" in error["suggestion"]
