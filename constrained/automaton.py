@@ -103,6 +103,7 @@ class AutomatonGrammar(Generic[StateT]):
     warnings: tuple[ConstraintIssue, ...] = ()
     notes: tuple[str, ...] = ()
     check = None
+    exits: tuple[tuple[int, ...], ...] = ()
 
     def __init__(self, automaton: TokenAutomaton[StateT], vocabulary: Vocabulary, num_bytes: int):
         self._automaton = automaton

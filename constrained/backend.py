@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from .residual import SchemaCheck
+from .rewrite import Residual
 from .spec import ConstraintIssue, GrammarError, GrammarKind, GrammarSpec
 from .vocabulary import Vocabulary
 
@@ -57,6 +57,38 @@ class GrammarState(Protocol):
         ...
 
 
+class TextCursor(Protocol):
+    """Reads the bytes of a text as it grows, and checks each value as it closes."""
+
+    @property
+    def held_from(self) -> int | None:
+        """Where the outermost open value that is still to be checked begins; None: nowhere."""
+        ...
+
+    def push(self, data: bytes) -> int | None:
+        """Read on; returns where a value that is complete and not valid begins, if one is."""
+        ...
+
+    def truncate(self, num_bytes: int) -> None:
+        """Forget what came after the first `num_bytes`."""
+        ...
+
+
+class TextCheck(Protocol):
+    """What the grammar leaves to be checked on the text; shared by its sequences."""
+
+    @property
+    def residuals(self) -> Sequence[Residual]: ...
+
+    def cursor(self) -> TextCursor | None:
+        """One for a new sequence; None when nothing is to be checked on the way."""
+        ...
+
+    def is_valid(self, text: bytes) -> bool:
+        """Whether a whole text passes."""
+        ...
+
+
 class CompiledGrammar(Protocol):
     """A grammar ready for one vocabulary; immutable, shared by all requests that use it."""
 
@@ -69,13 +101,18 @@ class CompiledGrammar(Protocol):
         ...
 
     @property
-    def check(self) -> SchemaCheck | None:
+    def check(self) -> TextCheck | None:
         """What is to be checked on the text itself; None: the grammar says it all."""
         ...
 
     @property
     def shortest(self) -> Sequence[int] | None:
         """The ids of a text as short as any that was found; None: none was found."""
+        ...
+
+    @property
+    def exits(self) -> Sequence[Sequence[int]]:
+        """Ids with which a text may end where one of its parts has closed; proposals."""
         ...
 
     @property

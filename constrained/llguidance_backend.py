@@ -26,6 +26,7 @@ from .backend import MaskRow
 from .budget import Closer, closer_of
 from .limits import GrammarLimits
 from .llguidance_grammar import GrammarText, grammar_text, locate, widened
+from .llguidance_tags import tag_text
 from .masks import allowed_ids, is_allowed, row_of
 from .messages import reason
 from .spec import ConstraintIssue, GrammarError, GrammarKind, GrammarSpec
@@ -183,8 +184,20 @@ class LLGuidanceGrammar:
         self._lock = threading.Lock()  # a matcher may not be touched by two threads at once
         self.notes = text.notes
         self.check = text.check()
-        self.shortest = shared.closer.shortest(self.start(), _MAX_SHORTEST)
+        encode = shared.vocabulary.encode
+        self.exits = tuple(tuple(encode(exit_text)) for exit_text in text.exits)
+        self.shortest = self._proven(text.proposal)
+        if self.shortest is None:
+            self.shortest = shared.closer.shortest(self.start(), _MAX_SHORTEST)
         self.num_bytes = num_bytes
+
+    def _proven(self, proposal: str | None) -> list[int] | None:
+        """The ids of a proposed text, if it is one of the grammar's."""
+        if proposal is None:
+            return None
+        ids = self._shared.vocabulary.encode(proposal)
+        is_valid = self.check is None or self.check.is_valid(proposal.encode())
+        return ids if is_valid and self._shared.closer.leads_out(self.start(), ids) else None
 
     def start(self) -> LLGuidanceState:
         with self._lock:
@@ -211,12 +224,40 @@ class LLGuidanceBackend:
         """Nothing was started."""
 
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> LLGuidanceGrammar:
-        text = grammar_text(spec, self._limits)
         shared = self._shared_for(vocabulary)
-        matcher, text = self._widening_matcher(shared, text)
+        matcher, text = self._prepared(spec, shared)
         num_states = _warm(matcher, shared, spec)
         num_bytes = 32_768 + 64 * len(text.grammar) + 2_048 * num_states
         return LLGuidanceGrammar(shared, matcher, text, num_bytes)
+
+    def _prepared(
+        self, spec: GrammarSpec, shared: _Shared
+    ) -> tuple[llguidance.LLMatcher, GrammarText]:
+        if spec.kind != GrammarKind.STRUCTURAL_TAG:
+            return self._widening_matcher(shared, grammar_text(spec, self._limits))
+        text = tag_text(
+            spec,
+            self._limits,
+            prepare=lambda part: self._prepared(part, shared)[1],
+            shortest=lambda part: self._short_text(part, shared),
+            is_empty=lambda grammar: self._is_empty(shared, grammar),
+        )
+        return self._widening_matcher(shared, text)
+
+    def _short_text(self, spec: GrammarSpec, shared: _Shared) -> str | None:
+        ids = self.compile(spec, shared.vocabulary).shortest
+        texts = shared.vocabulary.token_bytes
+        return None if ids is None else b"".join(texts[i] for i in ids).decode("utf-8", "replace")
+
+    def _is_empty(self, shared: _Shared, grammar: str) -> bool:
+        """Whether no text satisfies `grammar`; False where the engine can't tell."""
+        matcher = self._matcher(shared, grammar)
+        row = np.zeros(shared.vocabulary.mask_words, dtype=np.int32)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(_address(row), row.nbytes)
+        if matcher.is_error():
+            return "NoExtensionBias" in matcher.get_error()
+        return bool(matcher.is_stopped() and not matcher.is_accepting())
 
     def _widening_matcher(
         self, shared: _Shared, text: GrammarText

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import llguidance
@@ -24,7 +24,7 @@ from .residual import SchemaCheck
 from .rewrite import Residual, widen
 from .schema_walk import Json, Node, Resolver, escape, reachable
 from .spec import GrammarError, GrammarKind, GrammarSpec, Whitespace
-from .structural_tag import structural_tag_to_lark
+from .tag_cursor import TagCheck
 
 # One run between two JSON tokens: up to 8 blanks, or a new line and its indentation.
 _BOUNDED = r"[ \t]{1,8}|\n[ \t]{0,40}"
@@ -40,11 +40,14 @@ class GrammarText:
     pattern: str | None = None  # the user's, of a regex
     kind: str = ""  # of what is no schema
     source: str = ""  # of the schema
+    tags: TagCheck | None = None  # of a structural tag
+    proposal: str | None = None  # a short text; None: one is to be looked for
+    exits: tuple[str, ...] = ()  # what may close the text where a part has closed
 
-    def check(self) -> SchemaCheck | None:
+    def check(self) -> SchemaCheck | TagCheck | None:
         """What the runtime checks on the text itself."""
         if self.schema is None:
-            return None
+            return self.tags
         schema = self.schema
         return SchemaCheck(
             self.source, schema.draft, schema.residuals, is_dynamic=schema.is_dynamic
@@ -66,20 +69,22 @@ def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
             return _json_schema_text(spec, '{"type":"object"}', limits)
         case GrammarKind.REGEX:
             return GrammarText(
-                _lark(f"start: /{_regex(spec.source, limits)}/"), pattern=spec.source
+                lark_grammar(f"start: /{regex_text(spec.source, limits)}/"), pattern=spec.source
             )
         case GrammarKind.CHOICE:
-            return GrammarText(_lark(f"start: /{_choice(spec.source, limits)}/"), kind="choice")
+            return GrammarText(
+                lark_grammar(f"start: /{_choice(spec.source, limits)}/"), kind="choice"
+            )
         case GrammarKind.EBNF:
             limits.check_source(spec.source)
-            return GrammarText(_lark(gbnf_to_lark(spec.source, limits)), kind="ebnf")
+            return GrammarText(lark_grammar(gbnf_to_lark(spec.source, limits)), kind="ebnf")
         case GrammarKind.LARK:
             limits.check_source(spec.source)
             limits.check_repeats(spec.source)
             _check_lark(spec.source, limits)
-            return GrammarText(_lark(spec.source), kind="lark")
+            return GrammarText(lark_grammar(spec.source), kind="lark")
         case GrammarKind.STRUCTURAL_TAG:
-            return _structural_tag_text(spec, limits)
+            raise ValueError("structural tags are written by llguidance_tags")
 
 
 _CLEARER = {
@@ -242,15 +247,20 @@ def _json_grammar(document: dict[str, Json], options: dict[str, Json]) -> str:
     return _dumps({"grammars": [{"json_schema": schema}]})
 
 
-def _lark(source: str) -> str:
-    return _dumps({"grammars": [{"lark_grammar": source}]})
+def lark_grammar(source: str, others: Sequence[str] = ()) -> str:
+    """Lark text as the engine takes it; `others` are @grammar_0, @grammar_1, ..."""
+    named: list[Json] = [
+        {"name": f"grammar_{i}", "lark_grammar": text} for i, text in enumerate(others) if text
+    ]
+    return _dumps({"grammars": [{"lark_grammar": source}, *named]})
 
 
 def _dumps(value: Json) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _regex(pattern: str, limits: GrammarLimits) -> str:
+def regex_text(pattern: str, limits: GrammarLimits) -> str:
+    """A pattern as the engine takes it between slashes."""
     limits.check_regex(pattern)
     try:
         text: str = llguidance.regex_to_lark(pattern, "dw")
@@ -308,21 +318,7 @@ def _check_lark(source: str, limits: GrammarLimits) -> None:
             raise GrammarError(f"lark, line {line}: {found[0]!r}: {why}")
 
 
-def _structural_tag_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
-    notes: list[str] = []
-
-    def embed(schema: Json) -> str:
-        text = _json_schema_text(spec, _dumps(schema), limits)
-        assert text.schema is not None
-        for residual in text.schema.residuals[:1]:
-            raise GrammarError(
-                f"{residual.keyword}: can't be checked inside a tag: {residual.reason}",
-                pointer=f"{residual.pointer}/{escape(residual.keyword)}",
-                keyword=residual.keyword,
-                can_weaken=True,
-            )
-        notes.extend(text.notes)
-        return _dumps({**text.schema.document, "x-guidance": {**(text.options or {})}})
-
-    lark = structural_tag_to_lark(spec.source, limits, embed)
-    return GrammarText(_lark(lark), tuple(notes), kind="structural_tag")
+def json_part(text: GrammarText) -> str:
+    """What stands behind `%json` for a schema."""
+    assert text.schema is not None
+    return _dumps({**text.schema.document, "x-guidance": {**(text.options or {})}})

@@ -101,6 +101,7 @@ class PureGrammar:
     notes: tuple[str, ...] = ()
     warnings: tuple[ConstraintIssue, ...] = ()
     check = None
+    exits: tuple[tuple[int, ...], ...] = ()
 
     def __init__(self, options: Sequence[bytes], vocabulary: Vocabulary):
         self._options = options

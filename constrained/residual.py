@@ -25,6 +25,7 @@ from .rewrite import Residual
 from .schema_walk import Draft, Json, Node, Resolver, children, escape, reachable
 from .spec import GrammarError
 
+_NUMBER = b"+-.0123456789eE"
 _ROOT_URI = "urn:palmette:schema"
 _SAME_VALUE = frozenset(("allOf", "$ref"))
 _INSIDE = frozenset(("additionalItems", "additionalProperties", "items", "prefixItems"))
@@ -287,6 +288,10 @@ class _Frame:
     key: str | int = 0
     items: set[str] | None = None  # of an array whose items must differ, canonical
 
+    def fork(self) -> _Frame:
+        items = None if self.items is None else set(self.items)
+        return _Frame(self.is_object, self.start, self.nodes, self.key, items)
+
 
 @dataclass(slots=True)
 class _Scan:
@@ -297,6 +302,10 @@ class _Scan:
     nodes: tuple[str, ...] = ()  # of the open string or scalar
     is_escaped: bool = False
     stack: list[_Frame] = field(default_factory=list)
+
+    def fork(self) -> _Scan:
+        stack = [frame.fork() for frame in self.stack]
+        return _Scan(self.mode, self.start, self.nodes, self.is_escaped, stack)
 
 
 class ResidualCursor:
@@ -321,6 +330,27 @@ class ResidualCursor:
     @property
     def is_in_string(self) -> bool:
         return self._scan.mode in ("string", "key_string")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the value has closed; a number closes with what follows it."""
+        return self._scan.mode == "after" and not self._scan.stack
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the value is a number so far."""
+        return self._scan.mode == "scalar" and not self._scan.stack and self._text[-1] in _NUMBER
+
+    @property
+    def text(self) -> bytes:
+        return bytes(self._text)
+
+    def fork(self) -> ResidualCursor:
+        """An independent copy."""
+        copy = ResidualCursor(self._check)
+        copy._text = self._text[:]
+        copy._scan = self._scan.fork()
+        return copy
 
     def push(self, data: bytes) -> int | None:
         """Read on; returns where a value that is complete and not valid begins, if one is."""

@@ -176,11 +176,11 @@ def test_other_kinds_are_refused_with_a_reason(
 
 
 def test_a_schema_inside_a_structural_tag_is_judged_too(compiler: GrammarCompiler) -> None:
-    schema = {"properties": {"a": {"uniqueItems": True}}}  # no one looks at the text in a tag
+    schema = {"properties": {"a": {"$ref": "https://example.com/a"}}}
     tag = {"begin": "<f>", "schema": schema, "end": "</f>"}
     with pytest.raises(GrammarError) as caught:
         compiler.check(GrammarSpec.structural_tag({"triggers": ["<f"], "tags": [tag]}))
-    assert caught.value.pointer == "/tags/0/schema/properties/a/uniqueItems"
+    assert caught.value.pointer == "/tags/0/schema/properties/a/$ref"
 
 
 def test_text_that_looks_like_a_directive_is_no_directive(accepts: Any) -> None:
