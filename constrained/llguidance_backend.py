@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import llguidance
 import numpy as np
@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from .backend import MaskRow
 from .budget import Closer, closer_of
 from .limits import GrammarLimits
-from .llguidance_grammar import GrammarText, grammar_text, locate, widened
+from .llguidance_grammar import GrammarText, grammar_text, in_any_order, locate, widened
 from .llguidance_tags import tag_text
 from .masks import allowed_ids, is_allowed, row_of
 from .messages import reason
-from .spec import ConstraintIssue, GrammarError, GrammarKind, GrammarSpec
+from .spec import ConstraintIssue, GrammarError, GrammarKind, GrammarSpec, KeyOrder
 from .vocabulary import Vocabulary
 
 _LIMITS = llguidance.LLParserLimits(
@@ -234,7 +234,10 @@ class LLGuidanceBackend:
         self, spec: GrammarSpec, shared: _Shared
     ) -> tuple[llguidance.LLMatcher, GrammarText]:
         if spec.kind != GrammarKind.STRUCTURAL_TAG:
-            return self._widening_matcher(shared, grammar_text(spec, self._limits))
+            matcher, text = self._widening_matcher(shared, grammar_text(spec, self._limits))
+            if spec.order == KeyOrder.ANY:
+                return self._in_any_order(shared, matcher, text)
+            return matcher, text
         text = tag_text(
             spec,
             self._limits,
@@ -281,6 +284,29 @@ class LLGuidanceBackend:
             except GrammarError:
                 raise error from None
         raise error
+
+    def _in_any_order(
+        self, shared: _Shared, matcher: llguidance.LLMatcher, text: GrammarText
+    ) -> tuple[llguidance.LLMatcher, GrammarText]:
+        """A matcher for the keys in any order; the one given when the engine refuses that."""
+        free = in_any_order(text, lambda grammar: self._is_dead(shared, grammar))
+        if free.grammar == text.grammar:
+            return matcher, free
+        wide = self._matcher(shared, free.grammar)
+        if wide.is_error():
+            why = reason(_first_line(wide.get_error()))
+            return matcher, replace(
+                text, notes=(*text.notes, f"keys come in the declared order: {why}")
+            )
+        return wide, free
+
+    def _is_dead(self, shared: _Shared, grammar: str) -> bool:
+        """Whether `grammar` is refused, or no text begins in it."""
+        matcher = self._matcher(shared, grammar)
+        if not matcher.is_error():
+            row = np.zeros(shared.vocabulary.mask_words, dtype=np.int32)
+            matcher.unsafe_compute_mask_ptr(_address(row), row.nbytes)
+        return bool(matcher.is_error())
 
     @staticmethod
     def _matcher(shared: _Shared, grammar: str) -> llguidance.LLMatcher:

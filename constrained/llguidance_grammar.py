@@ -18,10 +18,12 @@ import llguidance
 from .choices import read_options
 from .gbnf import gbnf_to_lark
 from .limits import GrammarLimits
+from .lowering import Lowering
 from .messages import reason, refuse_surrogates
 from .preflight import PreparedSchema, prepare_json_schema
 from .residual import SchemaCheck
 from .rewrite import Residual, widen
+from .schema_parts import LoweringError
 from .schema_walk import Json, Node, Resolver, escape, reachable
 from .spec import GrammarError, GrammarKind, GrammarSpec, Whitespace
 from .tag_cursor import TagCheck
@@ -171,6 +173,34 @@ def widened(text: GrammarText, node: Node, keyword: str, message: str) -> Gramma
     schema = replace(schema, residuals=tuple(residuals))
     grammar = _json_grammar(schema.document, options)
     return replace(text, grammar=grammar, schema=schema)
+
+
+def in_any_order(text: GrammarText, fails: Callable[[str], bool]) -> GrammarText:
+    """The same grammar with keys in any order; with a note where it has to be as before."""
+    if text.schema is None or text.options is None:
+        return text
+    options = text.options
+
+    def is_empty(what: dict[str, Json] | str) -> bool:
+        grammar = _lark(what) if isinstance(what, str) else _json_grammar(what, options)
+        return fails(grammar)
+
+    try:
+        rules = Lowering(text.schema.document, options, is_empty).run()
+    except (LoweringError, RecursionError) as error:
+        return replace(text, notes=(*text.notes, f"keys come in the declared order: {error}"))
+    if rules is None:
+        return text
+    return replace(text, grammar=_lark(f"{_skipping(options)}{rules}"))
+
+
+def _skipping(options: dict[str, Json]) -> str:
+    """What JSON grammars do with blanks, for rules beside them."""
+    pattern = options.get("whitespace_pattern")
+    if pattern is None and options.get("whitespace_flexible", True):
+        pattern = r"[\x20\x0A\x0D\x09]+"
+    once = '%llguidance {"ignore_once": true}\n'
+    return once if pattern is None else f"{once}%ignore /{pattern}/\n"
 
 
 def _keywords_meant(message: str) -> tuple[str, ...]:

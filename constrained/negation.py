@@ -180,7 +180,7 @@ def _other_values(value: Json, context: Json) -> Json | None:
     types = [name for name in ALL_TYPES if name not in ("boolean", "null", "string")]
     branches: list[Json] = []
     if texts:
-        branches.append({"type": "string", "pattern": f"^{_without(texts)}$"})
+        branches.append({"type": "string", "pattern": f"^{pattern_without(texts)}$"})
     else:
         types.append("string")
     if None not in value:
@@ -196,7 +196,7 @@ def _is_number(value: Json) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _without(texts: Iterable[str]) -> str:
+def pattern_without(texts: Iterable[str]) -> str:
     """A pattern of every text but `texts`, after their tree of prefixes."""
     tree: dict[str, list[str]] = {}
     is_excluded = False
@@ -209,7 +209,7 @@ def _without(texts: Iterable[str]) -> str:
         return r"[\s\S]+" if is_excluded else r"[\s\S]*"
     others = "".join(f"\\u{ord(c):04x}" if ord(c) < 0x10000 else c for c in tree)
     parts = [f"[^{others}][\\s\\S]*"]
-    parts += [f"{_literal(char)}{_without(rest)}" for char, rest in tree.items()]
+    parts += [f"{_literal(char)}{pattern_without(rest)}" for char, rest in tree.items()]
     return f"(?:{'|'.join(parts)})" + ("" if is_excluded else "?")
 
 

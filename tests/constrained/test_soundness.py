@@ -17,7 +17,7 @@ import pytest
 from palmette.constrained import masks
 from palmette.constrained.backend import select_backend
 from palmette.constrained.compiler import GrammarCompiler
-from palmette.constrained.spec import GrammarError, GrammarSpec
+from palmette.constrained.spec import GrammarError, GrammarSpec, KeyOrder
 from palmette.constrained.vocabulary import Vocabulary
 
 NUMBERS = (0, 1, -1, 2, 3, 7, 10, 12, 99, 255, -7, 0.5, -0.5, 1.5, 0.1, -12.25, 1e3, 1e-5, 2**53)
@@ -45,13 +45,15 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
     return {rng.choice(KEYS): random_value(rng, depth + 1) for _ in range(rng.randint(0, 3))}
 
 
-def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+def random_schema(rng: random.Random, depth: int = 0, *, is_plain: bool = False) -> dict[str, Any]:
+    """`is_plain`: only keywords with which the declared order of keys is clear."""
+
     def maybe(chance: float, keyword: str, make: Any) -> None:
         if rng.random() < chance:
             schema[keyword] = make()
 
     def child() -> Any:
-        return random_schema(rng, depth + 1)
+        return random_schema(rng, depth + 1, is_plain=is_plain)
 
     schema: dict[str, Any] = {}
     types = rng.sample(TYPES[:3] if depth > 2 else TYPES, rng.choice((1, 1, 1, 2)))
@@ -78,6 +80,8 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         maybe(0.6, "additionalProperties", lambda: rng.choice((False, True, child())))
         maybe(0.2, "minProperties", lambda: rng.randint(0, 3))
         maybe(0.2, "maxProperties", lambda: rng.randint(0, 4))
+    if is_plain:
+        return schema
     maybe(0.1, "enum", lambda: [random_value(rng) for _ in range(rng.randint(1, 4))])
     maybe(0.05, "const", lambda: random_value(rng))
     for keyword in ("allOf", "anyOf", "oneOf"):
@@ -116,10 +120,12 @@ def random_text(state: Any, vocabulary: Vocabulary, rng: random.Random) -> str |
     return None
 
 
-def find_invalid(seed: int, compiler: GrammarCompiler, num_texts: int) -> tuple[int, str] | None:
+def find_invalid(
+    seed: int, compiler: GrammarCompiler, num_texts: int, order: KeyOrder
+) -> tuple[int, str] | None:
     rng = random.Random(seed)
     schema = random_schema(rng)
-    spec = GrammarSpec.json_schema(json.dumps(schema, ensure_ascii=False))
+    spec = GrammarSpec.json_schema(json.dumps(schema, ensure_ascii=False), order=order)
     try:
         grammar = compiler.backend.compile(spec, compiler.vocabulary)
     except GrammarError:
@@ -141,16 +147,109 @@ def find_invalid(seed: int, compiler: GrammarCompiler, num_texts: int) -> tuple[
     return None
 
 
+def likely_value(schema: Any, root: Any, rng: random.Random, depth: int = 0) -> Any:
+    """A value that `schema` may allow, with the keys in the declared order."""
+    if not isinstance(schema, dict) or depth > 4 or rng.random() < 0.05:
+        return random_value(rng, 2)
+    if "$ref" in schema:
+        return likely_value(root["$defs"]["d"], root, rng, depth + 1)
+    if "const" in schema or "enum" in schema:
+        return rng.choice(schema.get("enum", [schema.get("const")]))
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        if keyword in schema and rng.random() < 0.7:
+            return likely_value({**schema, **rng.choice(schema[keyword])}, root, rng, depth + 1)
+    kind = rng.choice(schema.get("type", TYPES))
+    if kind == "array":
+        prefix, rest = schema.get("prefixItems", []), schema.get("items", True)
+        num = rng.randint(schema.get("minItems", 0), 4)
+        return [
+            likely_value(prefix[i] if i < len(prefix) else rest, root, rng, depth + 1)
+            for i in range(num)
+        ]
+    if kind == "object":
+        declared = schema.get("properties", {})
+        required = schema.get("required", [])
+        keys = [key for key in declared if key in required or rng.random() < 0.4]
+        keys += [key for key in required if key not in declared]
+        others = [key for key in KEYS if key not in keys and key not in declared]
+        keys += rng.sample(others, rng.choice((0, 0, 0, 1)))
+        rest = schema.get("additionalProperties", True)
+        return {key: likely_value(declared.get(key, rest), root, rng, depth + 1) for key in keys}
+    scalars = {"string": TEXTS, "boolean": (True, False), "null": (None,)}
+    if kind == "string":
+        return rng.choice((*TEXTS, "a b", "foo", "x-12", "a" * rng.randint(0, 6)))
+    return rng.choice(scalars.get(kind, NUMBERS))
+
+
+def plain_numbers(value: Any) -> Any:
+    """1000.0 as 1000: as numbers with bounds are written."""
+    if isinstance(value, list):
+        return [plain_numbers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def shuffled(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, list):
+        return [shuffled(item, rng) for item in value]
+    if isinstance(value, dict):
+        keys = rng.sample(list(value), len(value))
+        return {key: shuffled(value[key], rng) for key in keys}
+    return value
+
+
+def find_rejected(
+    seed: int, compiler: GrammarCompiler, num_values: int, order: KeyOrder
+) -> tuple[int, str] | None:
+    """A valid value that is not accepted."""
+    rng = random.Random(seed)
+    schema = random_schema(rng, is_plain=order == KeyOrder.DECLARED)
+    validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
+    values = [likely_value(schema, schema, rng) for _ in range(num_values)]
+    if order == KeyOrder.ANY:
+        values = [shuffled(value, rng) for value in values]
+    valid = [value for value in values if validator.is_valid(value)]
+    if not valid:
+        return None
+    spec = GrammarSpec.json_schema(json.dumps(schema, ensure_ascii=False), order=order)
+    try:
+        grammar = compiler.backend.compile(spec, compiler.vocabulary)
+    except GrammarError as error:
+        return None if "beyond" in str(error) else (seed, str(error))
+    if any("declared order" in note for note in grammar.notes):
+        return None
+    for value in valid:
+        text = json.dumps(plain_numbers(value), ensure_ascii=False)
+        text = re.sub(r"\b1e-05\b", "0.00001", text)
+        state = grammar.start()
+        taken = all(state.accept(byte) for byte in text.encode()) and state.may_end
+        if not taken or (grammar.check is not None and not grammar.check.is_valid(text.encode())):
+            return seed, text
+    return None
+
+
+@pytest.mark.parametrize("order", KeyOrder)
 @pytest.mark.parametrize("block", range(4))
-def test_random_schemas_let_nothing_invalid_through(compiler: GrammarCompiler, block: int) -> None:
+def test_random_schemas_let_nothing_invalid_through(
+    compiler: GrammarCompiler, block: int, order: KeyOrder
+) -> None:
     seeds = range(block * 100, block * 100 + 100)
-    assert [found for seed in seeds if (found := find_invalid(seed, compiler, 6))] == []
+    assert [found for seed in seeds if (found := find_invalid(seed, compiler, 6, order))] == []
+
+
+@pytest.mark.parametrize("order", KeyOrder)
+def test_random_schemas_reject_nothing_valid(compiler: GrammarCompiler, order: KeyOrder) -> None:
+    assert [
+        found for seed in range(300) if (found := find_rejected(seed, compiler, 60, order))
+    ] == []
 
 
 @pytest.mark.slow
-def test_many_random_schemas(compiler: GrammarCompiler) -> None:
+@pytest.mark.parametrize("order", KeyOrder)
+def test_many_random_schemas(compiler: GrammarCompiler, order: KeyOrder) -> None:
     seeds = range(1_000, 20_000)
-    assert [found for seed in seeds if (found := find_invalid(seed, compiler, 8))] == []
+    assert [found for seed in seeds if (found := find_invalid(seed, compiler, 8, order))] == []
 
 
 @pytest.mark.parametrize("name", FORMATS)
