@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 from .arguments import SAMPLING_NAMES, refuse_async, split_defaults, takes_any, unknown_argument
-from .host import caller_line
-from .ir import Program
-from .programs import Call, run_many, run_one, trace_one
+from .compiler import compile_function
+from .passes import optimised
+from .program import Program
+from .programs import Call, run_many, run_one
 from .state import ProgramState
 
 if TYPE_CHECKING:
@@ -163,14 +164,28 @@ class Function:
         return states if generator_style else list(states)
 
     def trace(self, *args: object, **kwargs: object) -> Program:
-        """Record the program without running it; `print` shows its operations.
+        """Record the program with these arguments; `print` shows its operations.
 
         Raises:
-            ConcretizationError: the program reads generated text.
+            ConcretizationError: the program needs a text that no model has generated.
         """
         self._check_names(kwargs, self.arg_names)
-        call = Call(self.func, args, {**self.bound, **kwargs})
-        return trace_one(call, line=caller_line())
+        given = self._signature.bind(None, *args, **{**self.bound, **kwargs})
+        return compile_function(self.func, self._signature, given.kwargs, given.args[1:])
+
+    def compile(self, *, backend: Backend | None = None, **constants: object) -> Program:
+        """Record the program once, to be run with many arguments.
+
+        >>> program = ask.compile()
+        >>> state = program.run(question="Which planet is the largest?")
+
+        Arguments that the function looks at belong into `constants`. `backend` changes nothing.
+
+        Raises:
+            ConcretizationError: a value is needed that is not known yet; names the line.
+        """
+        self._check_names(constants, self.arg_names)
+        return optimised(compile_function(self.func, self._signature, {**self.bound, **constants}))
 
     def _check_names(self, arguments: Mapping[str, object], known: Sequence[str]) -> None:
         """

@@ -23,7 +23,7 @@ from palmette.runtime.text import well_formed
 class Content:
     """One link: `token_ids` None is constant text; else exactly these ids, whose text is `text`."""
 
-    __slots__ = ("parent", "text", "token_ids", "trusted")
+    __slots__ = ("parent", "size", "text", "token_ids", "trusted")
 
     def __init__(
         self,
@@ -36,6 +36,8 @@ class Content:
         self.text = text
         self.token_ids = token_ids
         self.trusted = trusted
+        # of this and all before, in characters; a link counts as one, so no chain is free
+        self.size: int = len(text) + 1 + (0 if parent is None else parent.size)
 
 
 def start(info: EngineInfo) -> Content:

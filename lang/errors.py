@@ -39,12 +39,16 @@ class ProgramError(RuntimeError):
 
 
 class ConcretizationError(RuntimeError):
-    """A program that is only recorded asked for text that no model has generated."""
+    """A program that is only recorded asked for a value that is known when it runs."""
 
-    def __init__(self, what: str, line: Line) -> None:
+    def __init__(
+        self,
+        what: str,
+        line: Line,
+        remedy: str = "run the program, or move what depends on it out of the function",
+    ) -> None:
         super().__init__(
-            f"{what} is not known while a program is only recorded ({line.file}:{line.number} in "
-            f"{line.function}); run the program, or move what depends on it out of the function"
+            f"{what} is not known while a program is only recorded; {remedy}{_place(line)}"
         )
         self.line = line
 

@@ -11,15 +11,28 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from palmette.runtime.request import ErrorInfo, Output, Request, Usage
 
 from .calls import GenCall, PendingCall, Result, SelectCall, Stream, continue_with
-from .content import Content, Encoder, extend, splice
+from .content import Content, Encoder, extend, splice, text_of
 from .errors import BackendError, ProgramError
-from .ir import Call, Extend, Gen, Insert, Line, Node, Select, Splice, StateId, Text, ValueId
+from .ir import (
+    Call,
+    Extend,
+    Gen,
+    Insert,
+    Line,
+    Node,
+    Quote,
+    Select,
+    Splice,
+    StateId,
+    Text,
+    ValueId,
+)
 from .outlook import BatchStart, Lookahead, Outlook
 
 NOTHING_AHEAD = Outlook()
@@ -54,9 +67,22 @@ class ProgramRun:
     """The run of one program whose nodes may still be growing."""
 
     def __init__(
-        self, *, root: Content, encoder: Encoder, run_id: str, batch: BatchStart | None = None
+        self,
+        *,
+        root: Content,
+        encoder: Encoder,
+        run_id: str,
+        batch: BatchStart | None = None,
+        ranks: Mapping[ValueId, int] | None = None,
+        max_chars: int | None = None,
     ) -> None:
+        """
+        `ranks`: of the calls that can go out at once those with more go first.
+        `max_chars`: of one prompt, and of a text copied from the program's own; None: any number.
+        """
         self.run_id = run_id
+        self._max_chars = max_chars
+        self._ranks = ranks or {}
         self.records: list[CallRecord] = []
         self.error: ProgramError | None = None  # the first one
         self._encoder = encoder
@@ -131,15 +157,24 @@ class ProgramRun:
     def _advance(self) -> list[Request]:
         requests: list[Request] = []
         while self._ready:
-            node = self._ready.popleft()
-            match node:
-                case Extend():
-                    self._extend(node)
-                case Call():
-                    self._call(node)
-                case _:
-                    requests.extend(self._issue(node))
+            calls: list[Gen | Select] = []
+            while self._ready:
+                node = self._ready.popleft()
+                match node:
+                    case Extend():
+                        self._extend(node)
+                    case Call():
+                        self._call(node)
+                    case _:
+                        calls.append(node)
+            if self._ranks:
+                calls.sort(key=self._rank)
+            for call in calls:
+                requests.extend(self._issue(call))
         return requests
+
+    def _rank(self, node: Gen | Select) -> int:
+        return -self._ranks.get(node.value, 0)
 
     def _extend(self, node: Extend) -> None:
         source = self._content_of(node.source, node)
@@ -152,24 +187,36 @@ class ProgramRun:
         elif isinstance(piece, Insert):
             result = self._result_of(piece.value, node)
             target = (
-                extend(source, str(result.value), trusted=piece.trusted)
+                extend(source, piece.of(result.value), trusted=piece.trusted)
                 if isinstance(result, Result)
                 else result
             )
+        elif isinstance(piece, Splice | Quote):
+            target = self._copy(piece, source, node)
         else:
-            target = self._splice(piece, source, node)
+            raise TypeError(f"{piece!r} has no text yet: bind the program to its arguments")
         if target is not None:
             self._set_content(node.target, target)
             self._num_done += 1
 
-    def _splice(self, piece: Splice, source: Content, node: Node) -> Content | ProgramError | None:
+    def _copy(
+        self, piece: Splice | Quote, source: Content, node: Extend
+    ) -> Content | ProgramError | None:
         base = self._content_of(piece.base, node)
         if not isinstance(base, Content):
             return base
         tip = self._content_of(piece.tip, node)
         if not isinstance(tip, Content):
             return tip
+        if self._max_chars is not None and source.size + tip.size > self._max_chars:
+            return self._too_long(node)
+        if isinstance(piece, Quote):
+            return extend(source, text_of(tip, base), trusted=piece.trusted)
         return splice(source, base=base, tip=tip)
+
+    def _too_long(self, node: Node) -> ProgramError:
+        message = f"the text is longer than {self._max_chars} characters"
+        return program_error(node, ErrorInfo(code="context_length_exceeded", message=message))
 
     def _call(self, node: Call) -> None:
         values: list[object] = []
@@ -190,6 +237,9 @@ class ProgramRun:
         outlook = self._lookahead.settle(node)
         if isinstance(source, ProgramError):
             self._finish(node, source)
+            return []
+        if self._max_chars is not None and source.size > self._max_chars:
+            self._finish(node, self._too_long(node))
             return []
         call = open_call(node, source, self._encoder, f"{self.run_id}-{node.value}", outlook)
         if isinstance(call, ProgramError):

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from palmette.constrained.spec import GrammarKind, GrammarSpec
 from palmette.runtime.request import LogprobOptions, SamplingParams
 from palmette.runtime.text import well_formed
 
 from .choices import ChoicesMethod
-from .ir import GenOptions
+from .ir import GenOptions, Slot, Template
 
 Stop: TypeAlias = str | tuple[str, ...]
 T = TypeVar("T")
@@ -98,7 +99,7 @@ def as_expr(value: object) -> Expr:
         TypeError: it is neither text nor an expression.
     """
     if isinstance(value, str):
-        return Constant(value)
+        return Constant(value if type(value) is str else str.__str__(value))
     if isinstance(value, Expr):
         return value
     hint = "; use str() or an f-string" if isinstance(value, int | float) else ""
@@ -141,6 +142,43 @@ class GenArguments(NamedTuple):
     skip_special_tokens: bool | None = None
     priority: int = 0
     timeout_s: float | None = None
+
+    def slots(self) -> list[tuple[str, Slot]]:
+        """The parameters that arguments of a compiled program give."""
+        values: tuple[object, ...] = self
+        pairs = zip(self._fields, values, strict=True)
+        return [(name, value) for name, value in pairs if isinstance(value, Slot)]
+
+    def known(self) -> GenArguments:
+        """These without what arguments of a compiled program decide."""
+        slots: dict[str, Any] = dict.fromkeys(name for name, _ in self.slots())
+        rest = self._replace(**slots) if slots else self
+        stop, grammar = rest.stop, rest.grammar
+        if isinstance(stop, tuple):
+            stop = tuple(text for text in stop if not isinstance(text, Template))
+        if grammar is not None and isinstance(grammar.source, Template):
+            grammar = replace(grammar, source=str(grammar.source))
+        return rest._replace(stop=None if isinstance(stop, Template) else stop, grammar=grammar)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedOptions(GenOptions):
+    """Options of a compiled program's gen(): as written; its run fills and resolves them."""
+
+    arguments: GenArguments = field(default_factory=GenArguments)
+
+    @classmethod
+    def of(cls, arguments: GenArguments, defaults: RunDefaults) -> PlannedOptions:
+        """
+        Raises:
+            RequestError: what is known of it is out of range already.
+        """
+        options = resolve(arguments.known(), defaults)
+        values: dict[str, Any] = {f.name: getattr(options, f.name) for f in fields(GenOptions)}
+        return cls(**values, arguments=arguments)
+
+    def to_fill(self) -> tuple[str, ...]:
+        return tuple(f"{name}={{{slot.argument}}}" for name, slot in self.arguments.slots())
 
 
 class RunDefaults(NamedTuple):

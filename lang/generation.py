@@ -199,7 +199,7 @@ def _gen_dtype(dtype: str, **arguments: object) -> Expr:
 
 
 def _choices(choices: Sequence[str]) -> tuple[str, ...]:
-    texts = tuple(choices)
+    texts = tuple(str.__str__(text) if isinstance(text, str) else text for text in choices)
     if not texts or isinstance(choices, str) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"choices: {choices!r:.60} must be a list of at least one text")
     if not all(texts):

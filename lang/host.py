@@ -12,8 +12,8 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from .chat import ChatFormat
 from .errors import located
-from .expressions import RunDefaults
-from .ir import Line, StateId, ValueId
+from .expressions import GenArguments, RunDefaults, resolve
+from .ir import GenOptions, Line, StateId, ValueId
 from .session import Session
 from .task import Task, current_task
 from .trace import Reading
@@ -75,7 +75,16 @@ class Host:
 
     @property
     def watched(self) -> tuple[object, ...]:
-        return (*self.reading.sinks, self.task)
+        sinks = self.reading.sinks
+        return sinks if self.task is None else (*sinks, self.task)
+
+    def options(self, arguments: GenArguments) -> GenOptions:
+        """What one gen() asks for.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        return resolve(arguments, self.defaults)
 
     def wait(self, done: Callable[[], bool]) -> None:
         assert self.session is not None  # a dry recorder never waits

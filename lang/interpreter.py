@@ -24,7 +24,9 @@ from .ir import (
     Insert,
     Line,
     Piece,
+    Quote,
     Select,
+    Splice,
     StateId,
     Text,
     ValueId,
@@ -101,6 +103,10 @@ class Interpreter:
             raise result.with_traceback(None)
         return result
 
+    def text(self, tip: StateId, base: StateId | None = None) -> str:
+        start = None if base is None else self.content(base)
+        return text_of(self.content(tip), start)
+
     def finish(self) -> None:
         """Everything is done already."""
 
@@ -116,11 +122,16 @@ class Interpreter:
             case Text():
                 return extend(source, piece.text, trusted=piece.trusted)
             case Insert():
-                text = str(self.result(piece.value).value)
+                text = piece.of(self.result(piece.value).value)
                 return extend(source, text, trusted=piece.trusted)
-            case _:
+            case Splice():
                 base, tip = self.content(piece.base), self.content(piece.tip)
                 return splice(source, base=base, tip=tip)
+            case Quote():
+                text = self.text(piece.tip, piece.base)
+                return extend(source, text, trusted=piece.trusted)
+            case _:
+                raise TypeError(f"{piece!r} has no text yet: bind the program to its arguments")
 
     def _generate(self, node: Gen | Select) -> tuple[StateId, ValueId]:
         outcome = self._noted(self._outcome(node))

@@ -44,10 +44,14 @@ class Text(NamedTuple):
 
 
 class Insert(NamedTuple):
-    """The text of a value, once it is known."""
+    """The text of a value, once it is known; `which`: of several."""
 
     value: ValueId
     trusted: bool
+    which: int | None = None
+
+    def of(self, value: object) -> str:
+        return str(value if self.which is None else value[self.which])  # type: ignore[index]
 
 
 class Splice(NamedTuple):
@@ -57,7 +61,51 @@ class Splice(NamedTuple):
     tip: StateId
 
 
-Piece: TypeAlias = Text | Insert | Splice
+class Quote(NamedTuple):
+    """The text between two states of one line of descent, as constant text."""
+
+    base: StateId
+    tip: StateId
+    trusted: bool
+
+
+class Slot(NamedTuple):
+    """The text of an argument of a compiled program; `form` is its format, None: it is text."""
+
+    argument: str
+    form: str | None
+    trusted: bool
+
+
+class Mark(NamedTuple):
+    """What the chat template puts before (`is_opening`) or after a message."""
+
+    role: str
+    previous: str | None  # the role of the message before
+    is_opening: bool
+
+
+# Slots and marks stand in compiled programs only; a run has texts in their places.
+Piece: TypeAlias = Text | Insert | Splice | Quote | Slot | Mark
+
+
+class Template(str):
+    """A text with arguments in it; as a str it shows their names."""
+
+    __slots__ = ("parts",)
+    parts: tuple[str | Slot | Insert | Quote, ...]
+
+    def __new__(cls, parts: Sequence[str | Slot | Insert | Quote]) -> Template:
+        shown = "".join(part if isinstance(part, str) else _format_piece(part) for part in parts)
+        template = super().__new__(cls, shown)
+        template.parts = tuple(parts)
+        return template
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Template) and self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +119,10 @@ class GenOptions:
     text_in_logprobs: bool = False
     priority: int = 0
     timeout_s: float | None = None  # for each request, from when the backend takes it
+
+    def to_fill(self) -> tuple[str, ...]:
+        """What an argument of a compiled program will give, as it prints."""
+        return ()
 
 
 class Extend(NamedTuple):
@@ -118,17 +170,6 @@ class Call(NamedTuple):
 Node: TypeAlias = Extend | Gen | Select | Call
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """A recorded run: nodes in SSA order."""
-
-    name: str
-    nodes: tuple[Node, ...]
-
-    def __str__(self) -> str:
-        return "\n".join([f"program {self.name}", *map(format_node, self.nodes)])
-
-
 def format_node(node: Node) -> str:
     """One line of a printed program."""
     match node:
@@ -154,7 +195,13 @@ def _format_piece(piece: Piece) -> str:
         case Text():
             return _shorten(piece.text)
         case Insert():
-            return f"v{piece.value}"
+            return f"v{piece.value}" if piece.which is None else f"v{piece.value}[{piece.which}]"
+        case Quote():
+            return f"text %{piece.base}..%{piece.tip}"
+        case Slot():
+            return "{" + piece.argument + (f":{piece.form}" if piece.form else "") + "}"
+        case Mark():
+            return f"<{piece.role}>" if piece.is_opening else f"</{piece.role}>"
         case Splice():
             return f"%{piece.base}..%{piece.tip}"
 
@@ -166,6 +213,9 @@ def _format_name(name: str | None) -> str:
 def _format_options(options: GenOptions) -> str:
     sampling = options.sampling
     parts = [f"max_tokens={sampling.max_new_tokens}"]
+    if given := options.to_fill():
+        parts = [part for part in parts if f"{given[0].partition('=')[0]}=" not in part]
+        parts += given
     if options.num_choices > 1:
         parts.append(f"n={options.num_choices}")
     if sampling.temperature != 1.0:

@@ -6,21 +6,21 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .backends import session_of
-from .chat import PLAIN
+from .compiler import current_tracing
 from .errors import ProgramError
 from .expressions import RunDefaults
 from .host import Host
 from .interpreter import Interpreter
-from .ir import Line, Program
 from .outlook import BatchStart
 from .session import Session
 from .started import StartedState
 from .state import ProgramState
 from .task import Task
-from .trace import DryRecorder, Recorder
+from .trace import Recorder
 
 if TYPE_CHECKING:
     from .backends import Backend
@@ -42,6 +42,9 @@ def run_one(
     Raises:
         Exception: what the body raised until then. Failed operations are kept for their readers.
     """
+    tracing = current_tracing()
+    if tracing is not None:
+        return tracing.run_inside(*call, defaults, backend is not None)
     state = _start(call, defaults=defaults, session=session_of(backend), eager=eager)
     task = state._host.task
     assert task is not None
@@ -63,19 +66,26 @@ def run_many(
     Raises:
         Exception: the first exception of a body that is no failed operation, after all finished.
     """
+    tracing = current_tracing()
+    if tracing is not None:
+        return iter([tracing.run_inside(*call, defaults, backend is not None) for call in calls])
     session = session_of(backend)
-    return _run_many(calls, defaults, session, max_active, progress_bar)
+    batch = BatchStart(len(calls))
+    starts = [
+        partial(_start, call, defaults=defaults, session=session, batch=batch) for call in calls
+    ]
+    return run_together(starts, session, max_active=max_active, progress_bar=progress_bar)
 
 
-def _run_many(
-    calls: Sequence[Call],
-    defaults: RunDefaults,
+def run_together(
+    starts: Sequence[Callable[[], ProgramState]],
     session: Session,
+    *,
     max_active: int,
     progress_bar: bool,
 ) -> Iterator[ProgramState]:
-    batch = BatchStart(len(calls))
-    waiting = deque(enumerate(calls))
+    """`run_many` of programs that `starts` start."""
+    waiting = deque(enumerate(starts))
     active: dict[int, ProgramState] = {}
     finished: dict[int, ProgramState] = {}
     failed: tuple[int, BaseException] | None = None
@@ -84,11 +94,11 @@ def _run_many(
     def is_one_done() -> bool:
         return any(_is_done(state) for state in active.values())
 
-    with _progress(len(calls), show=progress_bar) as bar, _ended_together(session, active):
+    with _progress(len(starts), show=progress_bar) as bar, _ended_together(session, active):
         while waiting or active or finished:
             while waiting and len(active) < max_active:
-                index, call = waiting.popleft()
-                active[index] = _start(call, defaults=defaults, session=session, batch=batch)
+                index, start = waiting.popleft()
+                active[index] = start()
             watched = [one for state in active.values() for one in state._host.watched]
             session.wait(is_one_done, watched)
             for index in [index for index, state in active.items() if _is_done(state)]:
@@ -123,14 +133,6 @@ def _ended_together(session: Session, active: Mapping[int, ProgramState]) -> Ite
     except BaseException:
         session.interrupt([one for state in active.values() for one in state._host.watched])
         raise
-
-
-def trace_one(call: Call, *, line: Line) -> Program:
-    """Record a program without a backend."""
-    recorder = DryRecorder(line)
-    host = Host(reading=recorder, session=None, chat=lambda: PLAIN, defaults=RunDefaults())
-    call.func(ProgramState(host), *call.args, **call.kwargs)
-    return recorder.program(call.func.__name__)
 
 
 def _start(

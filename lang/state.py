@@ -12,7 +12,7 @@ from typing import Any
 
 from .calls import Meta
 from .chat import Message
-from .content import links, text_of
+from .content import links
 from .errors import BackendError
 from .host import Bound, Gathered, Span
 from .writer import ProgramStateGroup, StateWriter
@@ -58,17 +58,16 @@ class ProgramState(StateWriter):
     def text(self) -> str:
         """All text of this state, markers of roles included; waits for it."""
         self._host.finish_body()
-        text = text_of(self._host.reading.content(self._state))
+        text = self._host.reading.text(self._state)
         self._host.raise_body_error()
         return text
 
     def messages(self) -> list[Message]:
         """The conversation so far, one dict of role and content per closed message."""
         self._host.finish_body()
-        content = self._host.reading.content
+        text = self._host.reading.text
         messages = [
-            {"role": turn.role, "content": text_of(content(turn.tip), content(turn.base))}
-            for turn in self._turns
+            {"role": turn.role, "content": text(turn.tip, turn.base)} for turn in self._turns
         ]
         self._host.raise_body_error()
         return messages
@@ -167,7 +166,7 @@ class ProgramState(StateWriter):
             case Bound():
                 return reading.result(binding.value).value
             case Span():
-                return text_of(reading.content(binding.tip), reading.content(binding.base))
+                return reading.text(binding.tip, binding.base)
             case Gathered():
                 return [self._resolve(item) for item in binding]
             case _:

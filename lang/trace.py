@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from .calls import Meta, PendingCall, Result
 from .choices import ChoicesMethod
 from .content import Content, text_of
-from .errors import ConcretizationError, ProgramError
+from .errors import ProgramError
 from .executor import CallRecord, ProgramRun
 from .ir import (
     Call,
@@ -21,7 +21,6 @@ from .ir import (
     Line,
     Node,
     Piece,
-    Program,
     Select,
     StateId,
     ValueId,
@@ -78,6 +77,14 @@ class Reading(Protocol):
         """
         ...
 
+    def text(self, tip: StateId, base: StateId | None = None) -> str:
+        """The text between two states, or from the start; waits for it.
+
+        Raises:
+            ProgramError: an operation it depends on failed.
+        """
+        ...
+
     def result(self, value: ValueId) -> Result:
         """The result of a value; waits for it.
 
@@ -112,27 +119,27 @@ class Reading(Protocol):
         ...
 
 
-class _Nodes:
-    """Gives out ids and makes nodes; what becomes of a node is `_append`'s matter."""
+class NodeMaker:
+    """Gives out ids and makes nodes; what becomes of a node is `append`'s matter."""
 
     def __init__(self) -> None:
         self._next_state = 1
         self._next_value = 0
 
-    def _append(self, node: Node) -> None:
+    def append(self, node: Node) -> None:
         raise NotImplementedError
 
     def extend(self, source: StateId, piece: Piece, line: Line) -> StateId:
         target = StateId(self._next_state)
         self._next_state += 1
-        self._append(Extend(source, target, piece, line))
+        self.append(Extend(source, target, piece, line))
         return target
 
     def gen(
         self, source: StateId, name: str | None, options: GenOptions, trusted: bool, line: Line
     ) -> tuple[StateId, ValueId]:
         target, value = self._new_ids()
-        self._append(Gen(source, target, value, name, options, trusted, line))
+        self.append(Gen(source, target, value, name, options, trusted, line))
         return target, value
 
     def select(
@@ -145,7 +152,7 @@ class _Nodes:
         line: Line,
     ) -> tuple[StateId, ValueId]:
         target, value = self._new_ids()
-        self._append(Select(source, target, value, name, choices, method, trusted, line))
+        self.append(Select(source, target, value, name, choices, method, trusted, line))
         return target, value
 
     def call(
@@ -157,7 +164,7 @@ class _Nodes:
     ) -> ValueId:
         value = ValueId(self._next_value)
         self._next_value += 1
-        self._append(Call(value, name, function, arguments, line))
+        self.append(Call(value, name, function, arguments, line))
         return value
 
     def _new_ids(self) -> tuple[StateId, ValueId]:
@@ -167,10 +174,15 @@ class _Nodes:
         return target, value
 
 
-class Recorder(_Nodes):
+class Recorder(NodeMaker):
     """The nodes of one program, made into a running graph on demand."""
 
-    def __init__(self, session: Session, batch: BatchStart | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        batch: BatchStart | None = None,
+        ranks: Mapping[ValueId, int] | None = None,
+    ) -> None:
         super().__init__()
         self.session = session
         self.run = ProgramRun(
@@ -178,6 +190,7 @@ class Recorder(_Nodes):
             encoder=session.encoder,
             run_id=session.new_run_id(),
             batch=batch,
+            ranks=ranks,
         )
         self._makers: list[Extend | Gen | Select] = []  # [state id - 1] -> what made the state
 
@@ -202,6 +215,10 @@ class Recorder(_Nodes):
         if isinstance(content, ProgramError):
             raise content.with_traceback(None)
         return content
+
+    def text(self, tip: StateId, base: StateId | None = None) -> str:
+        start = None if base is None else self.content(base)
+        return text_of(self.content(tip), start)
 
     def result(self, value: ValueId) -> Result:
         result = self.run.result(value)
@@ -237,7 +254,8 @@ class Recorder(_Nodes):
     def progress(self, value: ValueId) -> tuple[str, Meta, bool]:
         return progress_of(self.run.result(value), self.run.pending(value))
 
-    def _append(self, node: Node) -> None:
+    def append(self, node: Node) -> None:
+        """Take a node; the states and values it makes are the next ones."""
         if not isinstance(node, Call):
             self._makers.append(node)
         self.run.append(node)
@@ -256,38 +274,3 @@ def progress_of(
     if pending is not None and pending.text:
         return pending.text, pending.meta(), False
     return "", {}, False
-
-
-class DryRecorder(_Nodes):
-    """Records without a backend: `Function.trace`. Asking for generated text is an error."""
-
-    sinks: tuple[Sink, ...] = ()
-    error: ProgramError | None = None
-    is_done = True
-
-    def __init__(self, line: Line) -> None:
-        super().__init__()
-        self.nodes: list[Node] = []
-        self.records: list[CallRecord] = []
-        self._line = line
-
-    def content(self, state: StateId) -> Content:
-        raise ConcretizationError("the text of a state", self._line)
-
-    def result(self, value: ValueId) -> Result:
-        raise ConcretizationError("a generated value", self._line)
-
-    def text_so_far(self, state: StateId) -> tuple[str, bool]:
-        raise ConcretizationError("the text of a state", self._line)
-
-    def progress(self, value: ValueId) -> tuple[str, Meta, bool]:
-        raise ConcretizationError("a generated value", self._line)
-
-    def finish(self) -> None:
-        raise ConcretizationError("the end of an operation", self._line)
-
-    def program(self, name: str) -> Program:
-        return Program(name=name, nodes=tuple(self.nodes))
-
-    def _append(self, node: Node) -> None:
-        self.nodes.append(node)

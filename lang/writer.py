@@ -18,7 +18,6 @@ from .expressions import (
     SelectExpr,
     Sum,
     as_expr,
-    resolve,
 )
 from .host import Bound, Gathered, Host, Turn, caller_line
 from .ir import ROOT, Line, Splice, StateId, Text, ValueId
@@ -175,7 +174,7 @@ class StateWriter:
                 self._append_text(expr.text, self._role is None, line)
             case GenExpr():
                 try:
-                    options = resolve(expr.arguments, host.defaults)
+                    options = host.options(expr.arguments)
                 except ValueError as error:
                     what = "gen" if expr.name is None else f"gen {expr.name!r}"
                     raise located(error, line, what) from error.__cause__

@@ -107,6 +107,11 @@ def test_lazy_and_eager_agree_on_the_fake_model(ops: list[Op]) -> None:
     lazy, eager = FakeModel(answer), FakeModel(answer)
     got = observed(program.run(ops, backend=lazy), decode=lazy)
     assert got == observed(program.run(ops, backend=eager, eager=True), decode=eager)
+    compiled = program.compile(ops=ops)
+    assert got == observed(compiled.run(backend=(other := FakeModel(answer))), decode=other)
+    assert got == observed(
+        compiled.run(backend=(other := FakeModel(answer)), eager=True), decode=other
+    )
     # Ids are given out as pieces appear, so requests are compared as texts.
     assert sorted(call.prompt for call in lazy.calls) == sorted(call.prompt for call in eager.calls)
 
@@ -124,6 +129,7 @@ def test_lazy_and_eager_agree_on_an_engine(
     lazy, eager = engines
     got = observed(program.run(ops, backend=lazy))
     assert got == observed(program.run(ops, backend=eager, eager=True))
+    assert got == observed(program.compile(ops=ops).run(backend=eager))
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

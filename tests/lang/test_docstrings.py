@@ -20,6 +20,8 @@ WITH_EXAMPLE = [
     pm.assistant,
     pm.explain,
     pm.Function.run_batch,
+    pm.Function.compile,
+    pm.Program.run,
     pm.ProgramState.fork,
     pm.ProgramState.text_iter,
     ProgramStateGroup.join,

@@ -1,0 +1,162 @@
+"""Arguments into a compiled program: slots become texts, marks those of a chat template.
+
+bind(program, {"question": "Why?"}, RunDefaults(), chat) -> nodes that a run understands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from palmette.runtime.text import well_formed
+
+from .arguments import ids_of, stop_of
+from .chat import ChatFormat
+from .errors import located
+from .expressions import GenArguments, PlannedOptions, RunDefaults, resolve
+from .host import Gathered
+from .ir import (
+    Extend,
+    Gen,
+    GenOptions,
+    Insert,
+    Line,
+    Mark,
+    Node,
+    Quote,
+    Select,
+    Slot,
+    Template,
+    Text,
+)
+from .placeholders import fill
+from .program import Given, Program
+
+
+class Arguments:
+    """What a run of a program was given."""
+
+    def __init__(self, program: Program, given: Mapping[str, object]) -> None:
+        """
+        Raises:
+            TypeError: an argument is missing.
+        """
+        self._program = program.name
+        self.values: dict[str, object] = {}
+        for parameter in program.parameters:
+            if parameter.name in given:
+                self.values[parameter.name] = given[parameter.name]
+            elif parameter.is_required:
+                raise TypeError(f"{program.name}() needs the argument {parameter.name!r}")
+            else:
+                self.values[parameter.name] = parameter.default
+
+    def text(self, slot: Slot | Insert | Quote) -> str:
+        """What stands in the place of a slot.
+
+        Raises:
+            TypeError: an argument that is appended as it is is no text.
+        """
+        assert isinstance(slot, Slot)  # others are refused where only arguments may stand
+        value = self.values[slot.argument]
+        if slot.form is not None:
+            return format(value, slot.form)
+        if not isinstance(value, str):
+            raise TypeError(
+                f"{self._program}(): the argument {slot.argument!r} is appended to a state, which "
+                f"takes text, not {type(value).__name__} ({value!r:.60}); use str() or an f-string"
+            )
+        return value
+
+
+def bind(
+    program: Program, arguments: Arguments, defaults: RunDefaults, chat: ChatFormat
+) -> list[Node]:
+    """The nodes of one run.
+
+    Raises:
+        ValueError: a value is out of range, or the chat template has no place for a role; with
+            the line.
+        TypeError: an argument has the wrong type.
+    """
+    nodes: list[Node] = []
+    for node in program.nodes:
+        match node:
+            case Extend(piece=Slot() | Mark() as piece):
+                node = node._replace(piece=_text(piece, arguments, chat, node.line))
+            case Gen(options=PlannedOptions() as options):
+                node = node._replace(options=_options(node, options, arguments, defaults))
+            case Select():
+                node = node._replace(choices=_choices(node, arguments))
+        nodes.append(node)
+    return nodes
+
+
+def _text(piece: Slot | Mark, arguments: Arguments, chat: ChatFormat, line: Line) -> Text:
+    if isinstance(piece, Slot):
+        return Text(arguments.text(piece), piece.trusted)
+    try:
+        if piece.is_opening:
+            return Text(chat.opening(piece.previous, piece.role), True)
+        return Text(chat.close[piece.role], True)
+    except ValueError as error:
+        raise located(error, line) from None
+
+
+def _options(
+    node: Gen, options: PlannedOptions, arguments: Arguments, defaults: RunDefaults
+) -> GenOptions:
+    try:
+        return resolve(filled(options.arguments, arguments), defaults)
+    except ValueError as error:
+        what = "gen" if node.name is None else f"gen {node.name!r}"
+        raise located(error, node.line, what) from None
+
+
+def filled(options: GenArguments, arguments: Arguments) -> GenArguments:
+    """`options` with values in the places of slots and templates."""
+    changes: dict[str, Any] = {
+        name: arguments.values[slot.argument] for name, slot in options.slots()
+    }
+    if "stop_token_ids" in changes:
+        changes["stop_token_ids"] = ids_of(changes["stop_token_ids"])
+    if "stop" in changes:
+        changes["stop"] = stop_of(changes["stop"])
+    elif isinstance(options.stop, str):
+        changes["stop"] = fill(options.stop, arguments.text)
+    elif options.stop is not None:
+        changes["stop"] = tuple(fill(text, arguments.text) for text in options.stop)
+    grammar = options.grammar
+    if grammar is not None and isinstance(grammar.source, Template):
+        changes["grammar"] = replace(grammar, source=fill(grammar.source, arguments.text))
+    return options._replace(**changes) if changes else options
+
+
+def _choices(node: Select, arguments: Arguments) -> tuple[str, ...]:
+    choices = tuple(well_formed(fill(choice, arguments.text)) for choice in node.choices)
+    if not all(choices):
+        error = ValueError("choices: an empty text cannot be scored")
+        raise located(error, node.line, "select") from None
+    return choices
+
+
+def bound_value(value: object, arguments: Arguments) -> object:
+    """What a variable or a result is bound to, with the arguments in their places."""
+    match value:
+        case Given():
+            return arguments.values[value.argument]
+        case Template():
+            parts = [
+                arguments.text(part) if isinstance(part, Slot) else part for part in value.parts
+            ]
+            is_text = all(isinstance(part, str) for part in parts)
+            return "".join(parts) if is_text else Template(parts)  # type: ignore[arg-type]
+        case Gathered():
+            return Gathered(bound_value(item, arguments) for item in value)
+        case tuple() if type(value) is tuple:  # not the named ones
+            return tuple(bound_value(item, arguments) for item in value)
+        case dict():
+            return {key: bound_value(item, arguments) for key, item in value.items()}
+        case _:
+            return value

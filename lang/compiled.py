@@ -1,0 +1,171 @@
+"""Running compiled programs: on an engine from here, or where the engine is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from .arguments import SAMPLING_NAMES, split_defaults, unknown_argument
+from .backends import session_of
+from .binding import Arguments, bind, bound_value
+from .expressions import RunDefaults
+from .host import Host
+from .interpreter import Interpreter
+from .ir import Call, Extend, Gen, Insert, Node, Quote, Select, Template
+from .outlook import BatchStart
+from .passes import critical_path
+from .placeholders import fill
+from .program import Item, Program
+from .programs import run_together
+from .session import Session
+from .state import ProgramState
+from .trace import Reading, Recorder
+
+if TYPE_CHECKING:
+    from .backends import Backend
+
+
+class CompiledState(ProgramState):
+    """The state of a run of a compiled program, at its end from the start."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, program: Program, arguments: Arguments, host: Host) -> None:
+        super().__init__(host)
+        host.branches = dict(program.branches)
+        self._state = program.tip
+        self._turns = list(program.turns)
+        self._variables = {
+            name: bound_value(value, arguments) for name, value in program.variables.items()
+        }
+        self._result = bound_value(program.result, arguments)
+
+    @property
+    def ret_value(self) -> object:
+        return self._resolve(self._result)
+
+    def _resolve(self, binding: object) -> object:
+        match binding:
+            case Item():
+                return self._host.reading.result(binding.value).value[binding.which]  # type: ignore[index]
+            case Template():
+                return fill(binding, self._text_of)
+            case dict():
+                return {key: self._resolve(item) for key, item in binding.items()}
+            case tuple() if type(binding) is tuple:
+                return tuple(map(self._resolve, binding))
+            case _:
+                return super()._resolve(binding)
+
+    def _text_of(self, part: object) -> str:
+        if isinstance(part, Insert):
+            return part.of(self._host.reading.result(part.value).value)
+        assert isinstance(part, Quote)
+        return self._host.reading.text(part.tip, part.base)
+
+
+def run_program(
+    program: Program,
+    given: Mapping[str, object],
+    *,
+    backend: Backend | None,
+    stream: bool,
+    eager: bool,
+) -> ProgramState:
+    """Start one run.
+
+    Raises:
+        TypeError: an argument is missing, or nothing takes it.
+    """
+    arguments, defaults = _split(program, given)
+    return _start(
+        program, Arguments(program, arguments), defaults, session_of(backend), eager=eager
+    )
+
+
+def run_program_batch(
+    program: Program,
+    entries: Sequence[Mapping[str, object] | Sequence[object]],
+    *,
+    sampling: Mapping[str, object],
+    backend: Backend | None,
+    max_active: int,
+    progress_bar: bool,
+) -> Iterator[ProgramState]:
+    """Run entries together; yields states in their order."""
+    rest, defaults = _split(program, sampling)
+    session = session_of(backend)
+    batch = BatchStart(len(entries))
+    given = [Arguments(program, {**rest, **_entry(program, entry)}) for entry in entries]
+    starts = [
+        partial(_start, program, arguments, defaults, session, batch=batch) for arguments in given
+    ]
+    return run_together(starts, session, max_active=max_active, progress_bar=progress_bar)
+
+
+def _entry(
+    program: Program, entry: Mapping[str, object] | Sequence[object]
+) -> Mapping[str, object]:
+    if not isinstance(entry, Mapping):
+        if isinstance(entry, str) or len(entry) > len(program.parameters):
+            raise TypeError(f"{program.name}() takes {program.arg_names}, not {entry!r:.60}")
+        return dict(zip(program.arg_names, entry, strict=False))
+    for name in entry:
+        if name not in program.arg_names:
+            raise unknown_argument(f"{program.name}()", name, program.arg_names)
+    return entry
+
+
+def _split(program: Program, given: Mapping[str, object]) -> tuple[dict[str, object], RunDefaults]:
+    """Arguments of the program, and defaults of its gens."""
+    arguments = {name: value for name, value in given.items() if name in program.arg_names}
+    defaults, rest = split_defaults(
+        {name: value for name, value in given.items() if name not in arguments}
+    )
+    for name in rest:
+        names = (*program.arg_names, *SAMPLING_NAMES)
+        raise unknown_argument(f"{program.name}()", name, names)
+    if defaults.n != 1:
+        raise ValueError("n: how many texts a compiled gen gives is settled; write it into gen()")
+    return arguments, defaults
+
+
+def _start(
+    program: Program,
+    arguments: Arguments,
+    defaults: RunDefaults,
+    session: Session,
+    *,
+    eager: bool = False,
+    batch: BatchStart | None = None,
+) -> ProgramState:
+    nodes = bind(program, arguments, defaults, session.chat)
+    reading: Reading
+    if eager:
+        reading = _interpreted(nodes, session)
+    else:
+        reading = Recorder(session, batch, critical_path(nodes))
+        for node in nodes:
+            reading.append(node)
+    host = Host(reading=reading, session=session, chat=lambda: session.chat, defaults=defaults)
+    return CompiledState(program, arguments, host)
+
+
+def _interpreted(nodes: Sequence[Node], session: Session) -> Interpreter:
+    """The nodes, run one after the other."""
+    reading = Interpreter(session)
+    for node in nodes:
+        match node:
+            case Extend():
+                made = reading.extend(node.source, node.piece, node.line)
+                assert made == node.target  # ids count up
+            case Gen():
+                reading.gen(node.source, node.name, node.options, node.trusted, node.line)
+            case Select():
+                reading.select(
+                    node.source, node.name, node.choices, node.method, node.trusted, node.line
+                )
+            case Call():
+                reading.call(node.name, node.function, node.arguments, node.line)
+    return reading

@@ -1,0 +1,334 @@
+"""A function, recorded once with placeholders for its arguments: the third reading of a program.
+
+    def judge(s, essay): ...  --compile_function-->  Program(parameters, nodes, what is readable)
+
+`Tracing` gives a `Ref` where the other readings give a text. A program that needs a value, of an
+argument or of a generation, is refused with the user's line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from .calls import Meta, Result
+from .chat import ROLES, ChatFormat
+from .choices import ChoicesMethod
+from .content import Content
+from .errors import ConcretizationError, ProgramError
+from .executor import CallRecord
+from .expressions import GenArguments, PlannedOptions, RunDefaults
+from .host import Bound, Gathered, Host, Span, caller_line
+from .ir import (
+    ROOT,
+    GenOptions,
+    Insert,
+    Line,
+    Mark,
+    Node,
+    Piece,
+    Quote,
+    Slot,
+    StateId,
+    Template,
+    Text,
+    ValueId,
+)
+from .placeholders import Arg, Holes, Placeholder, Ref, refs_of
+from .program import Given, Item, Parameter, Program
+from .session import Sink
+from .state import ProgramState
+from .trace import NodeMaker
+
+_EMPTY = inspect.Parameter.empty
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_TRACING: ContextVar[Tracing | None] = ContextVar("palmette_tracing", default=None)
+
+
+def current_tracing() -> Tracing | None:
+    """The compilation whose function is running, or None."""
+    return _TRACING.get()
+
+
+class Tracing(NodeMaker):
+    """A reading without a backend: records, and gives placeholders to whoever reads."""
+
+    sinks: tuple[Sink, ...] = ()
+    error: ProgramError | None = None
+    is_done = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holes = Holes()
+        self.nodes: list[Node] = []
+        self.records: list[CallRecord] = []
+        self._counts: dict[ValueId, int] = {}  # of gens with several choices
+        self.branches: dict[ValueId, str] = {}
+        self.chat = _format_of_marks(self.holes)
+
+    def append(self, node: Node) -> None:
+        self.nodes.append(node)
+
+    def extend(self, source: StateId, piece: Piece, line: Line) -> StateId:
+        if not isinstance(piece, Text):
+            return super().extend(source, piece, line)
+        parts = self.holes.split(piece.text)
+        for part in parts:
+            made: Piece
+            if isinstance(part, str):
+                made = Text(part, piece.trusted)
+            elif isinstance(part, Mark):
+                made = part
+            else:
+                made = part._replace(trusted=piece.trusted)
+            source = super().extend(source, made, line)
+        return source
+
+    def gen(
+        self, source: StateId, name: str | None, options: GenOptions, trusted: bool, line: Line
+    ) -> tuple[StateId, ValueId]:
+        target, value = super().gen(source, name, options, trusted, line)
+        if options.num_choices != 1:
+            self._counts[value] = options.num_choices
+        return target, value
+
+    def select(
+        self,
+        source: StateId,
+        name: str | None,
+        choices: tuple[str, ...],
+        method: ChoicesMethod,
+        trusted: bool,
+        line: Line,
+    ) -> tuple[StateId, ValueId]:
+        templates = tuple(map(self.holes.template, choices))
+        refuse_values("choices", templates)
+        return super().select(source, name, templates, method, trusted, line)
+
+    def content(self, state: StateId) -> Content:
+        _refuse("the text of a state")
+
+    def text(self, tip: StateId, base: StateId | None = None) -> str:
+        return Ref.of(Quote(ROOT if base is None else base, tip, True), self.holes)
+
+    def result(self, value: ValueId) -> Result:
+        meta: Any = Placeholder("", "the meta information of a generated text", _RUN_IT)
+        return Result(value=refs_of(value, self._counts.get(value, 1), self.holes), meta=meta)
+
+    def finish(self) -> None:
+        _refuse("the end of an operation")
+
+    def text_so_far(self, state: StateId) -> tuple[str, bool]:
+        _refuse("the text of a state")
+
+    def progress(self, value: ValueId) -> tuple[str, Meta, bool]:
+        _refuse("a generated value")
+
+    def run_inside(
+        self, func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object],
+        defaults: RunDefaults, has_backend: bool,
+    ) -> ProgramState:  # fmt: skip
+        """What `run` does inside of a program that is being compiled: a second chain of states."""
+        if has_backend:
+            _refuse("what another backend gives", "run that program by itself")
+        state = TracedState(TracingHost(self, defaults, is_inner=True))
+        state.returned = func(state, *args, **kwargs)
+        return state
+
+    def frozen(self, value: object) -> object:
+        """What a variable or a result is bound to, without placeholders.
+
+        Raises:
+            ConcretizationError: a text with an argument in it was changed.
+        """
+        match value:
+            case Arg():
+                return Given(value.name)
+            case Ref():
+                hole = value.hole
+                if isinstance(hole, Quote):
+                    return Span(hole.base, hole.tip)
+                return Bound(hole.value) if hole.which is None else Item(hole.value, hole.which)
+            case Bound() | Span():
+                return value
+            case str():
+                return self.holes.template(value)
+            case list():
+                return Gathered(map(self.frozen, value))
+            case tuple():
+                return tuple(map(self.frozen, value))
+            case dict():
+                return {key: self.frozen(item) for key, item in value.items()}
+            case _:
+                return value
+
+
+_RUN_IT = "run the function itself, which waits where it reads"
+
+
+def _refuse(what: str, remedy: str = _RUN_IT) -> NoReturn:
+    raise ConcretizationError(what, caller_line(), remedy)
+
+
+class TracedState(ProgramState):
+    """The state of a program that was started inside of a compilation."""
+
+    __slots__ = ("returned",)
+    returned: object
+
+    @property
+    def ret_value(self) -> object:
+        return self.returned
+
+
+class TracingHost(Host):
+    """`is_inner`: of a program started inside of another, whose defaults are settled now."""
+
+    __slots__ = ("_is_inner", "_tracing")
+
+    def __init__(self, tracing: Tracing, defaults: RunDefaults, *, is_inner: bool = False) -> None:
+        super().__init__(
+            reading=tracing, session=None, chat=lambda: tracing.chat, defaults=defaults
+        )
+        self._tracing = tracing
+        self._is_inner = is_inner
+        self.branches = tracing.branches
+
+    def options(self, arguments: GenArguments) -> GenOptions:
+        if self._is_inner:
+            arguments = settled(arguments, self.defaults)
+        given = GenArguments(*(self._given(name, getattr(arguments, name)) for name in _FIELDS))
+        return PlannedOptions.of(given, self.defaults)
+
+    def _given(self, name: str, value: Any) -> Any:
+        """The value of one parameter, its placeholders as slots and templates."""
+        template = self._tracing.holes.template
+        if isinstance(value, Arg):
+            value = Slot(value.name, None, True)
+            if name in ("n", "grammar"):
+                _refuse(f"{name} of a gen", "give it to compile() as a constant")
+        elif isinstance(value, Placeholder):
+            value._refuse()
+        elif name == "stop" and value is not None:
+            value = template(value) if isinstance(value, str) else tuple(map(template, value))
+        elif name == "grammar" and value is not None:
+            source = template(value.source)
+            value = value if source is value.source else replace(value, source=source)
+            refuse_values(name, (source,))
+        elif any(isinstance(template(text), Template) for text in _texts_of(value)):
+            _refuse(f"{name} of a gen", "give it to compile() as a constant")
+        return value
+
+
+def _texts_of(value: object) -> list[str]:
+    items = value if isinstance(value, tuple) else (value,)
+    return [item for item in items if isinstance(item, str)]
+
+
+_FIELDS = GenArguments._fields
+
+
+def refuse_values(name: str, texts: Sequence[str]) -> None:
+    """
+    Raises:
+        ConcretizationError: a generated text decides what a model is asked for.
+    """
+    parts = [part for text in texts if isinstance(text, Template) for part in text.parts]
+    if any(isinstance(part, Insert | Quote) for part in parts):
+        _refuse(f"a generated value in {name}")
+
+
+def settled(arguments: GenArguments, defaults: RunDefaults) -> GenArguments:
+    """`arguments` with a run's defaults where they say nothing."""
+    missing: dict[str, Any] = {
+        name: getattr(defaults, name)
+        for name in RunDefaults._fields
+        if getattr(arguments, name) is None
+    }
+    return arguments._replace(**missing)
+
+
+def _format_of_marks(holes: Holes) -> ChatFormat:
+    """A chat template that writes marks; the backend's own is read when the program runs."""
+    close = {role: holes.mark(Mark(role, None, False)) for role in ROLES}
+    return ChatFormat(
+        name="compiled",
+        start={role: holes.mark(Mark(role, None, True)) for role in ROLES},
+        close=close,
+        between={
+            (previous, role): close[previous] + holes.mark(Mark(role, previous, True))
+            for previous in ROLES
+            for role in ROLES
+        },
+    )
+
+
+def compile_function(
+    func: Callable[..., object],
+    signature: inspect.Signature,
+    constants: Mapping[str, object],
+    args: Sequence[object] = (),
+) -> Program:
+    """Record `func` once.
+
+    Raises:
+        ConcretizationError: it needs a value that is not known yet; names the line.
+    """
+    tracing = Tracing()
+    state = ProgramState(TracingHost(tracing, RunDefaults()))
+    parameters = _parameters(signature, constants, len(args))
+    given = {parameter.name: Arg.of(parameter.name, tracing.holes) for parameter in parameters}
+    token = _TRACING.set(tracing)
+    try:
+        returned = func(state, *args, **constants, **given)
+    except TypeError as error:
+        raise _located_type_error(error) or error from error
+    finally:
+        _TRACING.reset(token)
+    return Program(
+        name=func.__name__,
+        parameters=parameters,
+        nodes=tuple(tracing.nodes),
+        tip=state._state,
+        turns=tuple(state._turns),
+        variables={name: tracing.frozen(value) for name, value in state._variables.items()},
+        result=tracing.frozen(returned),
+        branches=tracing.branches,
+    )
+
+
+def _parameters(
+    signature: inspect.Signature, constants: Mapping[str, object], num_args: int
+) -> tuple[Parameter, ...]:
+    """What is left for `run` to give."""
+    rest = list(signature.parameters.values())[1 + num_args :]
+    return tuple(
+        Parameter(one.name, one.default is _EMPTY, None if one.default is _EMPTY else one.default)
+        for one in rest
+        if one.name not in constants and one.kind not in _VARIADIC
+    )
+
+
+def _located_type_error(error: TypeError) -> ConcretizationError | None:
+    """A library that was given a placeholder, as the error that it is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__]
+    if not own or not any(word in str(error) for word in ("Arg", "Ref", "Sum")):
+        return None
+    line = Line(own[-1].filename, own[-1].lineno or 0, own[-1].name)
+    for frame in reversed(own):  # the user's code, not json's
+        if "site-packages" not in frame.filename and "/lib/python" not in frame.filename:
+            line = Line(frame.filename, frame.lineno or 0, frame.name)
+            break
+    return ConcretizationError(
+        f"a value ({error})",
+        line,
+        "give arguments whose values are needed to compile() as constants, or " + _RUN_IT,
+    )
+
+
+__all__ = ["Tracing", "compile_function", "current_tracing"]

@@ -1,0 +1,174 @@
+"""A compiled program: operations with places for arguments, and what can be read at its end.
+
+    program = judge.compile()
+    state = program.run(essay="...")     # as judge.run, without running the function again
+    Program.from_json(program.to_json())
+
+A value of this type never changes and knows no model: roles are marks that a run reads from its
+backend's chat template. `id` is a digest of the content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+
+from .host import Turn
+from .ir import ROOT, Gen, Node, Select, StateId, ValueId, format_node
+
+if TYPE_CHECKING:
+    from .backends import Backend
+    from .state import ProgramState
+
+
+class Parameter(NamedTuple):
+    name: str
+    is_required: bool
+    default: object
+
+
+class Given(NamedTuple):
+    """A variable that holds an argument."""
+
+    argument: str
+
+
+class Item(NamedTuple):
+    """A variable that holds one of the texts of a gen with several choices."""
+
+    value: ValueId
+    which: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Operations in SSA order; made by `Function.compile`, and to be run many times."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    parameters: tuple[Parameter, ...] = ()
+    tip: StateId = ROOT  # where the program's own state ends
+    turns: tuple[Turn, ...] = ()
+    variables: Mapping[str, object] = field(default_factory=dict)  # Bound, Span, Given, ...
+    result: object = None  # of the function, in the same terms
+    branches: Mapping[ValueId, str] = field(default_factory=dict)  # which fork, for `explain`
+
+    def __str__(self) -> str:
+        given = ", ".join(parameter.name for parameter in self.parameters)
+        head = f"program {self.name}({given})" if given else f"program {self.name}"
+        return "\n".join([head, *map(format_node, self.nodes)])
+
+    @property
+    def arg_names(self) -> list[str]:
+        return [parameter.name for parameter in self.parameters]
+
+    @property
+    def calls(self) -> list[Gen | Select]:
+        """The operations that ask a model."""
+        return [node for node in self.nodes if isinstance(node, Gen | Select)]
+
+    @cached_property
+    def id(self) -> str:
+        """A digest of the content: equal programs have equal ids."""
+        return hashlib.sha256(self.to_json()).hexdigest()[:32]
+
+    def run(
+        self,
+        *,
+        backend: Backend | None = None,
+        stream: bool = False,
+        eager: bool = False,
+        **kwargs: Any,
+    ) -> ProgramState:
+        """Start the program; as `Function.run`.
+
+        On a server that runs programs this is one HTTP call. `stream`: it sends texts as they
+        grow, for `text_iter`, and not only when they are complete.
+
+        >>> judge = ask.compile()
+        >>> answer = judge.run(question="Which planet is the largest?")["answer"]
+
+        Raises:
+            TypeError: an argument is missing, or nothing takes it.
+        """
+        from .compiled import run_program  # it needs programs to be defined
+
+        return run_program(self, kwargs, backend=backend, stream=stream, eager=eager)
+
+    def stream(self, *, backend: Backend | None = None, **kwargs: Any) -> Iterator[str]:
+        """The text of the program's state as it comes."""
+        return self.run(backend=backend, stream=True, **kwargs).text_iter()
+
+    @overload
+    def run_batch(
+        self,
+        batch_kwargs: Sequence[Mapping[str, object] | Sequence[object]],
+        *,
+        generator_style: Literal[False] = False,
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        backend: Backend | None = None,
+        **sampling: object,
+    ) -> list[ProgramState]: ...
+
+    @overload
+    def run_batch(
+        self,
+        batch_kwargs: Sequence[Mapping[str, object] | Sequence[object]],
+        *,
+        generator_style: Literal[True],
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        backend: Backend | None = None,
+        **sampling: object,
+    ) -> Iterator[ProgramState]: ...
+
+    def run_batch(
+        self,
+        batch_kwargs: Sequence[Mapping[str, object] | Sequence[object]],
+        *,
+        generator_style: bool = False,
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        backend: Backend | None = None,
+        **sampling: object,
+    ) -> list[ProgramState] | Iterator[ProgramState]:
+        """Run it once per entry, all together; as `Function.run_batch`.
+
+        >>> states = ask.compile().run_batch([{"question": "1+1?"}, {"question": "2+2?"}])
+        """
+        from .compiled import run_program_batch
+
+        states = run_program_batch(
+            self,
+            batch_kwargs,
+            sampling=sampling,
+            backend=backend,
+            max_active=1024 if num_threads == "auto" else max(1, int(num_threads)),
+            progress_bar=progress_bar,
+        )
+        return states if generator_style else list(states)
+
+    def to_json(self) -> bytes:
+        """The program as JSON, for `from_json` here or on another machine.
+
+        Raises:
+            ValueError: something in it has no form outside of this process; names it.
+        """
+        from .program_json import encode
+
+        return encode(self)
+
+    @staticmethod
+    def from_json(data: bytes | str) -> Program:
+        """The program that `to_json` wrote.
+
+        Raises:
+            ValueError: it is none; names the place.
+        """
+        from .program_json import decode
+
+        return decode(data)

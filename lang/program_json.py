@@ -1,0 +1,449 @@
+"""A compiled program as JSON, and back: no pickle, one version, every fault with its place.
+
+    {"version": 1, "name": "ask", "parameters": [...], "nodes": [{"op": "text", ...}, ...], ...}
+
+Constraints travel as `GrammarSpec`. Host functions have no form here. What comes in is judged as
+a stranger's: shapes by msgspec, references in `_check`, ranges where a run resolves them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, NoReturn
+
+import msgspec
+
+from palmette.constrained.spec import GrammarSpec
+
+from .arguments import stop_of
+from .chat import ROLES
+from .choices import (
+    ChoicesMethod,
+    greedy_token_selection,
+    token_length_normalized,
+    unconditional_likelihood_normalized,
+)
+from .errors import located
+from .expressions import GenArguments, PlannedOptions, RunDefaults
+from .host import Bound, Gathered, Span, Turn
+from .ir import (
+    Call,
+    Extend,
+    Gen,
+    Insert,
+    Line,
+    Mark,
+    Node,
+    Piece,
+    Quote,
+    Select,
+    Slot,
+    Splice,
+    StateId,
+    Template,
+    Text,
+    ValueId,
+)
+from .placeholders import FORMAT
+from .program import Given, Item, Parameter, Program
+from .program_wire import (
+    VERSION,
+    AnyNode,
+    ArgumentNode,
+    ArgumentRef,
+    ConstantRef,
+    DictRef,
+    GenNode,
+    GenParameters,
+    InsertNode,
+    ListRef,
+    MarkNode,
+    Part,
+    Parts,
+    QuoteNode,
+    Readable,
+    SelectNode,
+    SpliceNode,
+    TemplateRef,
+    TextNode,
+    TextRef,
+    TupleRef,
+    ValueRef,
+    WireParameter,
+    WireProgram,
+)
+
+_METHODS: Mapping[str, ChoicesMethod] = {
+    "token_length_normalized": token_length_normalized,
+    "greedy_token_selection": greedy_token_selection,
+    "unconditional_likelihood_normalized": unconditional_likelihood_normalized,
+}
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(WireProgram)
+
+
+def encode(program: Program) -> bytes:
+    """
+    Raises:
+        ValueError: something in it has no form outside of this process; names it.
+    """
+    return _ENCODER.encode(
+        WireProgram(
+            version=VERSION,
+            name=program.name,
+            parameters=[
+                WireParameter(
+                    one.name, one.is_required, _plain(one.default, f"argument {one.name!r}")
+                )
+                for one in program.parameters
+            ],
+            nodes=[_node(node) for node in program.nodes],
+            tip=program.tip,
+            turns=[(turn.role, turn.base, turn.tip) for turn in program.turns],
+            variables={
+                name: _readable(value, f"variable {name!r}")
+                for name, value in program.variables.items()
+            },
+            result=None if program.result is None else _readable(program.result, "the result"),
+            branches={int(value): branch for value, branch in program.branches.items()},
+        )
+    )
+
+
+def decode(data: bytes | str) -> Program:
+    """
+    Raises:
+        ValueError: it is no program; names the place.
+    """
+    try:
+        wire = _DECODER.decode(data)
+        if wire.version != VERSION:
+            raise ValueError(
+                f"version: {wire.version} is not known; this release reads version {VERSION}"
+            )
+        program = _Reader().program(wire)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a program: {error}") from None
+    return program
+
+
+# To the wire
+
+
+def _node(node: Node) -> AnyNode:
+    line = (os.path.basename(node.line.file), node.line.number, node.line.function)
+    if isinstance(node, Call):
+        name = getattr(node.function, "__qualname__", repr(node.function))
+        error = ValueError(
+            f"call {node.name!r}: the function {name} runs in this process and has no form as "
+            "JSON; run the program here, or call the function after it"
+        )
+        raise located(error, node.line)
+    base: dict[str, Any] = {"source": node.source, "target": node.target, "line": line}
+    match node:
+        case Extend():
+            return _extension(node.piece, base)
+        case Gen():
+            assert isinstance(node.options, PlannedOptions)  # a program's always are
+            parameters = _gen_parameters(node.options.arguments)
+            return GenNode(
+                value=node.value,
+                name=node.name,
+                parameters=parameters,
+                trusted=node.trusted,
+                **base,
+            )
+        case Select():
+            methods = [name for name, method in _METHODS.items() if method == node.method]
+            if not methods:
+                raise located(
+                    ValueError(f"choices_method: {node.method!r} has no form as JSON"), node.line
+                )
+            return SelectNode(
+                value=node.value,
+                name=node.name,
+                choices=[_parts(choice) for choice in node.choices],
+                method=methods[0],
+                trusted=node.trusted,
+                **base,
+            )
+
+
+def _extension(piece: Piece, base: dict[str, Any]) -> AnyNode:
+    match piece:
+        case Text():
+            return TextNode(text=piece.text, trusted=piece.trusted, **base)
+        case Slot():
+            return ArgumentNode(name=piece.argument, form=piece.form, trusted=piece.trusted, **base)
+        case Insert():
+            return InsertNode(value=piece.value, which=piece.which, trusted=piece.trusted, **base)
+        case Quote():
+            return QuoteNode(base=piece.base, tip=piece.tip, trusted=piece.trusted, **base)
+        case Splice():
+            return SpliceNode(base=piece.base, tip=piece.tip, **base)
+        case Mark():
+            return MarkNode(**piece._asdict(), **base)
+
+
+def _gen_parameters(arguments: GenArguments) -> msgspec.Struct:
+    values: dict[str, Any] = arguments._asdict()
+    for name, slot in arguments.slots():
+        values[name] = ArgumentRef(slot.argument, slot.form)
+    stop = arguments.stop
+    if isinstance(stop, Template):
+        values["stop"] = TemplateRef(_part_list(stop))
+    elif isinstance(stop, tuple) and not isinstance(stop, Slot):
+        values["stop"] = [_parts(text) for text in stop]
+    grammar = arguments.grammar
+    if grammar is not None:
+        values["grammar"] = {
+            field.name: getattr(grammar, field.name) for field in fields(grammar)
+        } | {"source": msgspec.to_builtins(_parts(grammar.source))}
+    return GenParameters(**values)
+
+
+def _parts(text: str) -> Parts:
+    return _part_list(text) if isinstance(text, Template) else text
+
+
+def _part_list(template: Template) -> list[Part]:
+    return [part if isinstance(part, str) else _hole(part) for part in template.parts]
+
+
+def _hole(part: Slot | Insert | Quote) -> Part:
+    match part:
+        case Slot():
+            return ArgumentRef(part.argument, part.form)
+        case Insert():
+            return ValueRef(part.value, part.which)
+        case Quote():
+            return TextRef(part.base, part.tip)
+
+
+def _readable(value: object, place: str) -> Readable:
+    match value:
+        case Given():
+            return ArgumentRef(value.argument)
+        case Bound():
+            return ValueRef(value.value)
+        case Item():
+            return ValueRef(value.value, value.which)
+        case Span():
+            return TextRef(value.base, value.tip)
+        case Template():
+            return TemplateRef(_part_list(value))
+        case Gathered():
+            return ListRef([_readable(item, place) for item in value])
+        case tuple() if type(value) is tuple:
+            return TupleRef([_readable(item, place) for item in value])
+        case dict():
+            if not all(isinstance(key, str) for key in value):
+                _no_form(value, place)
+            return DictRef({key: _readable(item, place) for key, item in value.items()})
+        case _:
+            return ConstantRef(_plain(value, place))
+
+
+def _plain(value: object, place: str) -> object:
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if type(value) is list:
+        return [_plain(item, place) for item in value]
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, place) for key, item in value.items()}
+    _no_form(value, place)
+
+
+def _no_form(value: object, place: str) -> NoReturn:
+    raise ValueError(
+        f"{place}: {type(value).__name__} ({value!r:.60}) has no form as JSON; use texts, numbers, "
+        "booleans, None, and lists and dicts of them"
+    )
+
+
+# From the wire
+
+
+class _Reader:
+    """Builds a program and judges its references; states and values count up from 1 and 0."""
+
+    def __init__(self) -> None:
+        self._num_states = 1
+        self._num_values = 0
+        self._names: set[str] = set()
+        self._place = ""
+
+    def program(self, wire: WireProgram) -> Program:
+        self._names = {one.name for one in wire.parameters}
+        if len(self._names) < len(wire.parameters):
+            raise ValueError("parameters: the same name twice")
+        nodes: list[Node] = []
+        for index, node in enumerate(wire.nodes):
+            self._place = f"nodes[{index}]"
+            nodes.append(self._node(node))
+        self._place = "tip"
+        tip = self._state(wire.tip)
+        self._place = "turns"
+        turns = tuple(
+            Turn(self._role(role), self._state(base), self._state(end))
+            for role, base, end in wire.turns
+        )
+        variables = {}
+        for name, value in wire.variables.items():
+            self._place = f"variables[{name!r:.60}]"
+            variables[name] = self._readable(value)
+        self._place = "result"
+        result = None if wire.result is None else self._readable(wire.result)
+        self._place = "branches"
+        return Program(
+            name=wire.name,
+            parameters=tuple(
+                Parameter(one.name, one.required, one.default) for one in wire.parameters
+            ),
+            nodes=tuple(nodes),
+            tip=tip,
+            turns=turns,
+            variables=variables,
+            result=result,
+            branches={self._value(value): text for value, text in wire.branches.items()},
+        )
+
+    def _node(self, node: AnyNode) -> Node:
+        line = Line(*node.line)
+        source = self._state(node.source)
+        made: Node
+        if isinstance(node, GenNode | SelectNode):
+            made = self._call(node, source, line)
+            self._num_values += 1
+        else:
+            made = Extend(source, StateId(node.target), self._piece(node), line)
+        if node.target != self._num_states:
+            self._fail(f"target {node.target}: must be {self._num_states}, the next state")
+        self._num_states += 1
+        return made
+
+    def _piece(self, node: AnyNode) -> Piece:
+        match node:
+            case TextNode():
+                return Text(node.text, node.trusted)
+            case ArgumentNode():
+                return self._slot(node.name, node.form, node.trusted)
+            case InsertNode():
+                return Insert(self._value(node.value), node.trusted, node.which)
+            case QuoteNode():
+                return Quote(self._state(node.base), self._state(node.tip), node.trusted)
+            case SpliceNode():
+                return Splice(self._state(node.base), self._state(node.tip))
+            case MarkNode():
+                previous = None if node.previous is None else self._role(node.previous)
+                return Mark(self._role(node.role), previous, node.is_opening)
+            case _:
+                raise AssertionError(node)
+
+    def _call(self, node: GenNode | SelectNode, source: StateId, line: Line) -> Gen | Select:
+        if node.value != self._num_values:
+            self._fail(f"value {node.value}: must be {self._num_values}, the next value")
+        target, value = StateId(node.target), ValueId(node.value)
+        if isinstance(node, GenNode):
+            options = self._options(node.parameters)
+            return Gen(source, target, value, node.name, options, node.trusted, line)
+        method = _METHODS.get(node.method)
+        if method is None:
+            self._fail(f"method {node.method!r:.60}: must be one of {', '.join(_METHODS)}")
+        choices = tuple(self._text(choice, may_wait=False) for choice in node.choices)
+        if not choices or not all(choices):
+            self._fail("choices: at least one text, and none that is empty")
+        return Select(source, target, value, node.name, choices, method, node.trusted, line)
+
+    def _options(self, parameters: Any) -> PlannedOptions:
+        values: dict[str, Any] = {name: getattr(parameters, name) for name in GenArguments._fields}
+        for name, value in values.items():
+            if isinstance(value, ArgumentRef):
+                if name == "n":
+                    self._fail("n: cannot be an argument of the program")
+                values[name] = self._slot(value.name, None, True)
+        stop = values["stop"]
+        if isinstance(stop, TemplateRef):
+            values["stop"] = self._text(stop.parts, may_wait=False)
+        elif isinstance(stop, list):
+            values["stop"] = tuple(self._text(text, may_wait=False) for text in stop)
+        elif isinstance(stop, str):
+            values["stop"] = stop_of(stop)
+        if values["grammar"] is not None:
+            values["grammar"] = self._grammar(values["grammar"])
+        try:
+            return PlannedOptions.of(GenArguments(**values), RunDefaults())
+        except ValueError as error:
+            self._fail(str(error))
+
+    def _grammar(self, given: dict[str, Any]) -> GrammarSpec:
+        source = msgspec.convert(given.get("source", ""), Parts)
+        try:
+            spec = msgspec.convert({**given, "source": ""}, GrammarSpec)
+        except msgspec.ValidationError as error:
+            self._fail(f"grammar: {error}")
+        return replace(spec, source=self._text(source, may_wait=False))
+
+    def _text(self, parts: Parts, *, may_wait: bool) -> str:
+        if isinstance(parts, str):
+            return parts
+        return Template([self._part(part, may_wait=may_wait) for part in parts])
+
+    def _part(self, part: Part, *, may_wait: bool) -> str | Slot | Insert | Quote:
+        if isinstance(part, str):
+            return part
+        if isinstance(part, ArgumentRef):
+            return self._slot(part.name, part.form, True)
+        if not may_wait:
+            self._fail("only arguments can decide this text, not what a model generates")
+        if isinstance(part, ValueRef):
+            return Insert(self._value(part.value), True, part.which)
+        return Quote(self._state(part.base), self._state(part.tip), True)
+
+    def _readable(self, value: Readable) -> object:
+        match value:
+            case ArgumentRef():
+                self._slot(value.name, value.form, True)
+                return Given(value.name)
+            case ValueRef():
+                found = self._value(value.value)
+                return Bound(found) if value.which is None else Item(found, value.which)
+            case TextRef():
+                return Span(self._state(value.base), self._state(value.tip))
+            case TemplateRef():
+                return self._text(value.parts, may_wait=True)
+            case ListRef():
+                return Gathered(map(self._readable, value.items))
+            case TupleRef():
+                return tuple(map(self._readable, value.items))
+            case DictRef():
+                return {key: self._readable(item) for key, item in value.items.items()}
+            case ConstantRef():
+                return value.constant
+
+    def _slot(self, name: str, form: str | None, trusted: bool) -> Slot:
+        if name not in self._names:
+            self._fail(f"argument {name!r:.60}: is none of the program's parameters")
+        if form is not None and not FORMAT.fullmatch(form):
+            self._fail(f"form {form!r:.60}: is not supported")
+        return Slot(name, form, trusted)
+
+    def _state(self, state: int) -> StateId:
+        if not 0 <= state < self._num_states:
+            self._fail(f"state {state}: is not made before this place")
+        return StateId(state)
+
+    def _value(self, value: int) -> ValueId:
+        if not 0 <= value < self._num_values:
+            self._fail(f"value {value}: is not made before this place")
+        return ValueId(value)
+
+    def _role(self, role: str) -> str:
+        if role not in ROLES:
+            self._fail(f"role {role!r:.60}: must be one of {', '.join(ROLES)}")
+        return role
+
+    def _fail(self, message: str) -> NoReturn:
+        raise ValueError(f"{self._place}: {message}")
