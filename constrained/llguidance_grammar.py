@@ -182,7 +182,7 @@ def in_any_order(text: GrammarText, fails: Callable[[str], bool]) -> GrammarText
     options = text.options
 
     def is_empty(what: dict[str, Json] | str) -> bool:
-        grammar = _lark(what) if isinstance(what, str) else _json_grammar(what, options)
+        grammar = lark_grammar(what) if isinstance(what, str) else _json_grammar(what, options)
         return fails(grammar)
 
     try:
@@ -191,7 +191,7 @@ def in_any_order(text: GrammarText, fails: Callable[[str], bool]) -> GrammarText
         return replace(text, notes=(*text.notes, f"keys come in the declared order: {error}"))
     if rules is None:
         return text
-    return replace(text, grammar=_lark(f"{_skipping(options)}{rules}"))
+    return replace(text, grammar=lark_grammar(f"{_skipping(options)}{rules}"))
 
 
 def _skipping(options: dict[str, Json]) -> str:
