@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from .backend import CompiledGrammar, GrammarBackend, ManagedBackend
 from .spec import GrammarError, GrammarSpec
 from .vocabulary import Vocabulary
+from .weaken import compile_under_policy
 
 _logger = logging.getLogger(__name__)
 
@@ -303,7 +304,9 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar | GrammarError:
         """The fault boundary: whatever an engine raises ends this grammar alone."""
         try:
-            grammar = self.backend.compile(spec, self.vocabulary)
+            grammar = compile_under_policy(
+                spec, lambda wanted: self.backend.compile(wanted, self.vocabulary)
+            )
         except GrammarError as error:
             return error
         except Exception as error:

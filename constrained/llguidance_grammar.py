@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import llguidance
 
 from .choices import read_options
+from .closing import close_objects
 from .gbnf import gbnf_to_lark
 from .limits import GrammarLimits
 from .lowering import Lowering
@@ -24,8 +25,8 @@ from .preflight import PreparedSchema, prepare_json_schema
 from .residual import SchemaCheck
 from .rewrite import Residual, widen
 from .schema_parts import LoweringError
-from .schema_walk import Json, Node, Resolver, escape, reachable
-from .spec import GrammarError, GrammarKind, GrammarSpec, Whitespace
+from .schema_walk import Json, Node, Resolver, escape, parse, reachable
+from .spec import Additional, GrammarError, GrammarKind, GrammarSpec, Whitespace
 from .tag_cursor import TagCheck
 
 # One run between two JSON tokens: up to 8 blanks, or a new line and its indentation.
@@ -252,12 +253,17 @@ def _moved(value: Json) -> Json:
 
 
 def _json_schema_text(spec: GrammarSpec, source: str, limits: GrammarLimits) -> GrammarText:
+    notes: list[str] = []
+    if spec.additional is Additional.FORBID:
+        document = parse(source, limits)
+        notes = close_objects(document)
+        source = _dumps(document)
     schema = prepare_json_schema(source, limits, spec.formats)
     options = _json_options(spec.whitespace)
     if schema.needs_plain_keys:
         options["json_allowed_escapes"] = _SHORT_ESCAPES
     grammar = _json_grammar(schema.document, options)
-    return GrammarText(grammar, schema.notes, schema, options, source=source)
+    return GrammarText(grammar, (*notes, *schema.notes), schema, options, source=source)
 
 
 def _json_options(whitespace: Whitespace) -> dict[str, Json]:

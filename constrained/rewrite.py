@@ -117,10 +117,9 @@ class Rewriter:
             schema["$ref"] = f"#/$defs/{name}"
         for node in self._nodes:
             if isinstance(node.schema, dict):
-                for keyword in ("$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"):
+                for keyword in _NAMES:
                     node.schema.pop(keyword, None)
         if targets:
-            self._document.pop("definitions", None)
             self._document["$defs"] = dict(targets)
 
     def follow(self, reference: str) -> Json:
@@ -325,6 +324,8 @@ def _asks_for(value: Json, name: str) -> bool:
     return isinstance(required, list) and name in required
 
 
+# What gives names to subschemas; those that are referred to get ours.
+_NAMES = ("$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$defs", "definitions")
 _NEWEST = "https://json-schema.org/draft/2020-12/schema"
 _NO_ARRAY = ("boolean", "null", "number", "object", "string")
 

@@ -236,6 +236,7 @@ class GrammarError(ValueError):
         keyword: str | None = None,
         suggestion: str | None = None,
         can_weaken: bool = False,
+        root: str = "",
     ):
         message = reason if suggestion is None else f"{reason}; {suggestion}"
         super().__init__(message if pointer is None else f"{message} (at {pointer or '/'})")
@@ -244,6 +245,7 @@ class GrammarError(ValueError):
         self.keyword = keyword
         self.suggestion = suggestion
         self.can_weaken = can_weaken
+        self.root = root  # pointer of the schema, where it is part of a larger document
 
     @property
     def issue(self) -> ConstraintIssue:
@@ -262,6 +264,7 @@ class GrammarError(ValueError):
             keyword=self.keyword,
             suggestion=self.suggestion,
             can_weaken=self.can_weaken,
+            root=prefix + self.root,
         )
 
 

@@ -81,7 +81,7 @@ def test_refused_where_and_why(
             {"$schema": "http://json-schema.org/draft-04/schema#"},
         ),
         ({"const": {"not": 1, "format": "x"}}, {"const": {"not": 1, "format": "x"}}),
-        ({"$defs": {"unused": {"not": {}}}}, {"$defs": {"unused": {"not": {}}}}),
+        ({"$defs": {"unused": {"$ref": "https://example.com"}}}, {}),
         (True, {}),
     ],
 )
