@@ -110,7 +110,9 @@ def too_long(s: pm.ProgramState) -> None:
 
 def test_an_engine_s_own_clock_ends_a_gen() -> None:
     now = [0.0]
-    runner = FakeRunner(letters, num_pages=64, page_size=16, on_launch=lambda batch: tick(now))
+    runner = FakeRunner(
+        letters, num_pages=64, page_size=16, vocab_size=300, on_launch=lambda batch: tick(now)
+    )
     engine = fake_engine(runner=runner, clock=lambda: now[0])
     state = too_long.run(backend=LocalClient(engine))
     with pytest.raises(pm.ProgramError) as told:
