@@ -77,6 +77,11 @@ def _plain(option: object) -> str:
     raise GrammarError(f"choice: {option!r} is neither a text, a number, a bool nor None")
 
 
+def adapter_of(value: Any) -> pydantic.TypeAdapter[Any]:
+    """What validates the JSON of a type that `to_spec` takes."""
+    return pydantic.TypeAdapter(_portable(value))
+
+
 def _from_type(value: object, whitespace: Whitespace) -> GrammarSpec:
     try:
         if isinstance(value, pydantic.TypeAdapter):
@@ -84,7 +89,7 @@ def _from_type(value: object, whitespace: Whitespace) -> GrammarSpec:
         elif inspect.isroutine(value):
             schema = _parameters(value).model_json_schema(schema_generator=StrictJsonSchema)
         else:
-            adapter = pydantic.TypeAdapter(_portable(value))
+            adapter = adapter_of(value)
             schema = adapter.json_schema(schema_generator=StrictJsonSchema)
     except GrammarError as error:
         raise GrammarError(f"{value!r:.200}: {error.reason}", suggestion=error.suggestion) from None

@@ -43,8 +43,9 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0.0,),
     "repetition_penalty": (1.0,),
     "logit_bias": ({},),
+    "retry": (0,),
 }
-_CONSTRAINTS = ("choices", "regex", "json_schema", "ebnf", "structural_tag", "dtype")
+_CONSTRAINTS = ("choices", "regex", "json_schema", "ebnf", "structural_tag", "dtype", "type")
 _OF_CHOICES = ("name", "choices", "choices_method")
 
 

@@ -6,42 +6,51 @@ answer is written once.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from palmette.constrained.spec import ConstraintIssue, told
 from palmette.runtime.request import (
     ErrorInfo,
-    Finish,
-    FinishReason,
     LogprobOptions,
     Output,
     Request,
     ReuseHint,
     SamplingParams,
-    Timing,
-    TokenLogprob,
-    Usage,
 )
 
 from .choices import ChoiceScores, Score, means
 from .content import Content, Encoder, choice_ids, kept_ids, prompt_ids
 from .ir import Gen, Select
+from .meta import Meta, cached_details, request_meta, rows, top_rows
 from .outlook import Outlook
+from .streams import Issue, Later, Stream
 
-Meta: TypeAlias = dict[str, object]
+TRANSIENT = frozenset({"overloaded", "unavailable", "unreachable"})  # codes of errors that pass
+_BACKOFF_S = 0.05  # before the first repetition, doubled for each further one
+_MAX_BACKOFF_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """What a Gen, Select or Call gave. `ids` and `tail` are what the state goes on with."""
 
-    value: object  # str; list[str] for n > 1; anything for a Call
+    value: object  # str or what its type says; a list for n > 1; anything for a Call
     meta: Meta | list[Meta] = field(default_factory=dict)
     text: str = ""
     ids: tuple[int, ...] | None = None  # None: `tail` is all, as constant text
     tail: str = ""
+
+    texts: tuple[str, ...] = ()  # of all, for n > 1
+
+    def inserted(self, which: int | None = None) -> str:
+        """What stands for the value in a prompt, or for one of several."""
+        if which is not None:
+            return self.texts[which] if self.texts else str(self.value[which])  # type: ignore[index]
+        if isinstance(self.value, str) or self.texts:
+            return str(self.value)
+        return self.text or str(self.value)
 
 
 def continue_with(source: Content, result: Result, *, trusted: bool) -> Content:
@@ -55,65 +64,15 @@ def continue_with(source: Content, result: Result, *, trusted: bool) -> Content:
     return content
 
 
-class Stream:
-    """The outputs of one request, gathered."""
-
-    __slots__ = (
-        "error",
-        "finish",
-        "logprobs",
-        "prompt_logprobs",
-        "request",
-        "text",
-        "timing",
-        "token_ids",
-        "usage",
-        "warnings",
-    )
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] = []
-        self.finish: Finish | None = None
-        self.error: ErrorInfo | None = None
-        self.usage = Usage()
-        self.timing = Timing()
-        self.warnings: tuple[ConstraintIssue, ...] = ()
-
-    def push(self, output: Output) -> bool:
-        """Take one output; True when it is the last."""
-        if output.text:
-            self.text += output.text
-        self.token_ids.extend(output.token_ids)
-        if output.logprobs:
-            self.logprobs.extend(output.logprobs)
-        if output.prompt_logprobs:
-            self.prompt_logprobs.extend(output.prompt_logprobs)
-        self.usage = output.usage
-        self.timing = output.timing
-        self.finish = output.finish
-        self.error = output.error
-        self.warnings = output.warnings
-        return output.finish is not None
-
-    def failure(self) -> ErrorInfo | None:
-        """Why this stream is no answer; None while it is or may become one."""
-        if self.finish is None:
-            return None
-        if self.finish.reason is FinishReason.ERROR:
-            return self.error or ErrorInfo(code="internal", message="ended in an error")
-        if self.finish.reason is FinishReason.ABORT:
-            return self.error or ErrorInfo(code="abort", message="the request was aborted")
-        return None
-
-
 class PendingCall(Protocol):
     """A Gen or Select under way."""
 
     streams: list[Stream]
+
+    @property
+    def all_streams(self) -> list[Stream]:
+        """Also those that were asked again."""
+        ...
 
     @property
     def text(self) -> str:
@@ -128,6 +87,10 @@ class PendingCall(Protocol):
         """Take one output; True when the call is complete, well or badly."""
         ...
 
+    def take_again(self) -> list[Issue]:
+        """Requests that repeat those which failed, since the last call."""
+        ...
+
     def failure(self) -> ErrorInfo | None: ...
 
     def result(self) -> Result:
@@ -140,13 +103,26 @@ class _Streams:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.streams = [Stream(request) for request in requests]
+        self._given_up: list[Stream] = []
         self._by_id = {stream.request.request_id: stream for stream in self.streams}
         self._num_open = len(self.streams)
 
+    @property
+    def all_streams(self) -> list[Stream]:
+        return [*self._given_up, *self.streams]
+
     def on_output(self, output: Output) -> bool:
-        if self._by_id[output.request_id].push(output):
+        stream = self._by_id[output.request_id]
+        if stream.push(output) and not self._is_repeated(stream):
             self._num_open -= 1
         return self._num_open == 0
+
+    def take_again(self) -> list[Issue]:
+        return []
+
+    def _is_repeated(self, stream: Stream) -> bool:
+        """Judge a stream that has ended; True when it is asked again."""
+        return False
 
     def failure(self) -> ErrorInfo | None:
         for stream in self.streams:
@@ -157,7 +133,12 @@ class _Streams:
 
 
 class GenCall(_Streams):
-    """A Gen under way: one request per choice."""
+    """A Gen under way: one request per choice.
+
+    With `retry`, what fails is asked again: after a pause where the server was overloaded or not
+    reached; at once, and with another seed, where a text is no value of the type. Until the last
+    try no text is shown, as it may not be the one that stays.
+    """
 
     def __init__(
         self, node: Gen, source: Content, encoder: Encoder, request_id: str, outlook: Outlook
@@ -171,10 +152,11 @@ class GenCall(_Streams):
         if start is not None and start > len(prompt):
             logprobs = LogprobOptions(output=True, num_top=logprobs.num_top)
         count = options.num_choices
+        self._ids = [request_id if count == 1 else f"{request_id}.{i}" for i in range(count)]
         told = outlook.of_choices(prompt, count)
         requests = [
             Request(
-                request_id=request_id if count == 1 else f"{request_id}.{index}",
+                request_id=self._ids[index],
                 prompt_ids=prompt,
                 sampling=options.sampling,
                 grammar=options.grammar,
@@ -188,23 +170,67 @@ class GenCall(_Streams):
             for index in range(count)
         ]
         super().__init__(requests)
+        self._num_tries = [1] * count
+        self._again: list[Issue] = []
 
     @property
     def text(self) -> str:
-        return self.streams[0].text
+        first = self.streams[0]
+        is_last = self._num_tries[0] > self._node.options.retry
+        return first.text if is_last or first.finish is not None else ""
 
     def meta(self) -> Meta:
         return self._meta(self.streams[0])
 
+    def take_again(self) -> list[Issue]:
+        again, self._again = self._again, []
+        return again
+
+    def _is_repeated(self, stream: Stream) -> bool:
+        options, failure = self._node.options, stream.failure()
+        if failure is None and options.type is not None:
+            try:
+                stream.value = options.type.parse(stream.text)
+            except ValueError as error:
+                failure = ErrorInfo(code="validation", message=str(error))
+        if failure is None:
+            return False
+        index = stream.request.choice_index
+        tries = self._num_tries[index]
+        is_greedy = failure.code == "validation" and options.sampling.temperature == 0
+        if tries > options.retry or is_greedy or failure.code not in (*TRANSIENT, "validation"):
+            stream.fail(failure)
+            return False
+        self._num_tries[index] += 1
+        self._given_up.append(stream)
+        request = replace(stream.request, request_id=f"{self._ids[index]}~{tries}")
+        if failure.code == "validation":
+            self._repeat(request, index, other_seed(options.sampling, tries), after_s=0.0)
+        else:
+            pause_s = min(_BACKOFF_S * 2 ** (tries - 1), _MAX_BACKOFF_S)
+            self._repeat(request, index, stream.request.sampling, after_s=pause_s)
+        return True
+
+    def _repeat(
+        self, request: Request, index: int, sampling: SamplingParams, *, after_s: float
+    ) -> None:
+        request = replace(request, sampling=sampling)
+        stream = self.streams[index] = Stream(request)
+        self._by_id[request.request_id] = stream
+        self._again.append(Later(request, after_s) if after_s else request)
+
     def result(self) -> Result:
         first = self.streams[0]
         ids, tail = kept_ids(first.token_ids, first.text, first.finish, self._encoder)
-        if len(self.streams) == 1:
+        is_typed = self._node.options.type is not None
+        values = [stream.value if is_typed else stream.text for stream in self.streams]
+        if len(values) == 1:
             return Result(
-                value=first.text, meta=self._meta(first), text=first.text, ids=ids, tail=tail
+                value=values[0], meta=self._meta(first), text=first.text, ids=ids, tail=tail
             )
         return Result(
-            value=[stream.text for stream in self.streams],
+            value=values,
+            texts=tuple(stream.text for stream in self.streams),
             meta=[self._meta(stream) for stream in self.streams],
             text=first.text,
             ids=ids,
@@ -216,11 +242,11 @@ class GenCall(_Streams):
         options = self._node.options
         if options.logprobs.output:
             texts = self._encoder.token_texts if options.text_in_logprobs else None
-            meta["input_token_logprobs"] = _rows(stream.prompt_logprobs, texts)
-            meta["output_token_logprobs"] = _rows(stream.logprobs, texts)
+            meta["input_token_logprobs"] = rows(stream.prompt_logprobs, texts)
+            meta["output_token_logprobs"] = rows(stream.logprobs, texts)
             if options.logprobs.num_top:
-                meta["input_top_logprobs"] = _top_rows(stream.prompt_logprobs, texts)
-                meta["output_top_logprobs"] = _top_rows(stream.logprobs, texts)
+                meta["input_top_logprobs"] = top_rows(stream.prompt_logprobs, texts)
+                meta["output_top_logprobs"] = top_rows(stream.logprobs, texts)
         return meta
 
 
@@ -279,7 +305,7 @@ class SelectCall(_Streams):
             "cached_tokens": sum(usage.cached_tokens for usage in usages),
             "computed_tokens": sum(usage.computed_tokens for usage in usages),
             "recomputed_tokens": sum(usage.recomputed_tokens for usage in usages),
-            "cached_tokens_details": _cached_details(usages),
+            "cached_tokens_details": cached_details(usages),
             "completion_tokens": 0,
             **decision.meta,
         }
@@ -294,6 +320,14 @@ class SelectCall(_Streams):
             Score(token.logprob if token.logprob is not None else 0.0, token.token_id, text)
             for token, text in zip(tokens, texts, strict=True)
         )
+
+
+def other_seed(sampling: SamplingParams, attempt: int) -> SamplingParams:
+    """`sampling` for asking once more: a seed that depends on the given one, if there is one."""
+    if sampling.seed is None:
+        return sampling
+    digest = hashlib.blake2b(f"{sampling.seed} {attempt}".encode(), digest_size=8).digest()
+    return replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
 
 
 _SCORE_ONLY = SamplingParams(max_new_tokens=0, temperature=0.0)
@@ -323,73 +357,3 @@ def _common_length(prompts: Sequence[Sequence[int]]) -> int:
         if any(prompt[index] != first[index] for prompt in prompts):
             return index
     return limit
-
-
-def request_meta(stream: Stream) -> Meta:
-    """What SGLang calls meta_info, of one request."""
-    usage = stream.usage
-    meta: Meta = {
-        "id": stream.request.request_id,
-        "finish_reason": _finish_meta(stream),
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "cached_tokens": usage.cached_tokens,
-        "computed_tokens": usage.computed_tokens,
-        "recomputed_tokens": usage.recomputed_tokens,
-        "forced_tokens": usage.forced_tokens,
-        "cached_tokens_details": _cached_details([usage]),
-        "miss_reason": usage.miss_reason,
-        "evicted_ago_s": usage.evicted_ago_s,
-        "evicted_by": usage.evicted_by,
-        "e2e_latency": stream.timing.finished_s,
-    }
-    if stream.warnings:
-        meta["constraint_warnings"] = told(stream.warnings)
-    return meta
-
-
-def _cached_details(usages: Sequence[Usage]) -> dict[str, int]:
-    """Where cached tokens came from; the values sum to `cached_tokens`."""
-    return {
-        "device": sum(usage.device_tokens for usage in usages),
-        "host": sum(usage.host_tokens for usage in usages),
-        "disk": sum(usage.disk_tokens for usage in usages),
-        "shared": sum(usage.shared_tokens for usage in usages),
-    }
-
-
-def _finish_meta(stream: Stream) -> Meta | None:
-    finish = stream.finish
-    if finish is None:
-        return None
-    meta: Meta = {"type": str(finish.reason)}
-    if finish.reason is FinishReason.LENGTH:
-        meta["length"] = stream.usage.completion_tokens
-    elif finish.matched is not None:
-        meta["matched"] = finish.matched
-    return meta
-
-
-class _TextsOf(Protocol):
-    def __call__(self, token_ids: Sequence[int], /) -> list[str]: ...
-
-
-_Row: TypeAlias = tuple[float | None, int, str | None]
-
-
-def _rows(tokens: Sequence[TokenLogprob], texts: _TextsOf | None) -> list[_Row]:
-    return _with_texts([(token.logprob, token.token_id) for token in tokens], texts)
-
-
-def _top_rows(tokens: Sequence[TokenLogprob], texts: _TextsOf | None) -> list[list[_Row]]:
-    return [
-        _with_texts([(logprob, token_id) for token_id, logprob in token.top], texts)
-        for token in tokens
-    ]
-
-
-def _with_texts(pairs: Sequence[tuple[float | None, int]], texts: _TextsOf | None) -> list[_Row]:
-    shown: Sequence[str | None] = [None] * len(pairs)
-    if texts is not None:
-        shown = texts([token_id for _, token_id in pairs])
-    return [(*pair, text) for pair, text in zip(pairs, shown, strict=True)]

@@ -60,7 +60,7 @@ class CompiledState(ProgramState):
 
     def _text_of(self, part: object) -> str:
         if isinstance(part, Insert):
-            return part.of(self._host.reading.result(part.value).value)
+            return self._host.reading.result(part.value).inserted(part.which)
         assert isinstance(part, Quote)
         return self._host.reading.text(part.tip, part.base)
 

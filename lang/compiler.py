@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from .calls import Meta, Result
+from .calls import Result
 from .chat import ROLES, ChatFormat
 from .choices import ChoicesMethod
 from .content import Content
@@ -38,6 +38,7 @@ from .ir import (
     Text,
     ValueId,
 )
+from .meta import Meta
 from .placeholders import Arg, Holes, Placeholder, Ref, refs_of
 from .program import Given, Item, Parameter, Program
 from .session import Sink

@@ -73,6 +73,16 @@ def text_of(tip: Content, base: Content | None = None) -> str:
     return "".join([link.text for link in links(tip, base)])
 
 
+def end_of(tip: Content, length: int) -> str:
+    """The last `length` characters of the text up to `tip`; O(links that hold them)."""
+    texts: list[str] = []
+    link: Content | None = tip
+    while link is not None and sum(map(len, texts)) < length:
+        texts.append(link.text)
+        link = link.parent
+    return "".join(reversed(texts))[-length:]
+
+
 def prompt_ids(tip: Content, encoder: Encoder) -> tuple[int, ...]:
     """The prompt of a request that goes on from `tip`."""
     ids: list[int] = []

@@ -15,7 +15,7 @@ class ProgramError(RuntimeError):
 
     `variable` and `line` say which operation, `code` is the stable word of the engine or server
     (invalid_value, grammar, overloaded, ...), `reason` its message alone; `issue` is the part of
-    a constraint that is refused.
+    a constraint that is refused, `excerpt` the end of the prompt.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class ProgramError(RuntimeError):
         line: Line,
         code: str,
         issue: ConstraintIssue | None = None,
+        excerpt: str = "",
     ) -> None:
         self.reason = reason
         self.operation = operation
@@ -34,8 +35,9 @@ class ProgramError(RuntimeError):
         self.line = line
         self.code = code
         self.issue = issue
+        self.excerpt = excerpt
         what = operation if variable is None else f"{operation} {variable!r}"
-        super().__init__(f"{what} failed: {reason}{_place(line)}")
+        super().__init__(f"{what} failed: {reason}{_place(line)}{_after(excerpt)}")
 
 
 class ConcretizationError(RuntimeError):
@@ -67,6 +69,10 @@ def located(error: E, line: Line, what: str | None = None) -> E:
     if place not in message:
         error.args = (f"{'' if what is None else f'{what} failed: '}{message}{place}",)
     return error
+
+
+def _after(excerpt: str) -> str:
+    return f"\n  after ...{excerpt!r}" if excerpt else ""
 
 
 def _place(line: Line) -> str:

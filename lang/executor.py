@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from palmette.runtime.request import ErrorInfo, Output, Request, Usage
 
-from .calls import GenCall, PendingCall, Result, SelectCall, Stream, continue_with
-from .content import Content, Encoder, extend, splice, text_of
+from .calls import GenCall, PendingCall, Result, SelectCall, continue_with
+from .content import Content, Encoder, end_of, extend, splice, text_of
 from .errors import BackendError, ProgramError
 from .ir import (
     Call,
@@ -34,6 +34,7 @@ from .ir import (
     ValueId,
 )
 from .outlook import BatchStart, Lookahead, Outlook
+from .streams import Issue, Stream, request_of
 
 NOTHING_AHEAD = Outlook()
 
@@ -110,7 +111,7 @@ class ProgramRun:
     def is_done(self) -> bool:
         return self._num_done == len(self._nodes)
 
-    def start(self) -> list[Request]:
+    def start(self) -> list[Issue]:
         """Requests of all nodes recorded since the last call that can go out now."""
         end = len(self._nodes)  # read once: a body in another thread may be recording
         new = self._nodes[self._num_started : end]
@@ -120,17 +121,23 @@ class ProgramRun:
         self._num_started = end
         return self._advance()
 
-    def on_output(self, output: Output) -> list[Request]:
+    def on_output(self, output: Output) -> list[Issue]:
         """Take one output of a request of this run; the requests that it made possible."""
         node, call = self._calls[output.request_id]
         is_complete = call.on_output(output)
         if output.finish is not None:
             del self._calls[output.request_id]
         if not is_complete:
-            return []
-        self.records.append(record_of(node, call.streams))
+            again = call.take_again()
+            for issue in again:
+                self._calls[request_of(issue).request_id] = (node, call)
+            return again
+        self.records.append(record_of(node, call.all_streams))
         failure = call.failure()
-        self._finish(node, call.result() if failure is None else program_error(node, failure))
+        if failure is None:
+            self._finish(node, call.result())
+        else:
+            self._finish(node, program_error(node, failure, self._contents[node.source]))
         return self._advance()
 
     def content(self, state: StateId) -> Content | ProgramError | None:
@@ -145,17 +152,17 @@ class ProgramRun:
         """The call that is making a value right now."""
         return self._calls_by_value.get(value)
 
-    def fail_calls(self, message: str) -> list[Request]:
+    def fail_calls(self, message: str) -> list[Issue]:
         """End every call under way: whoever should have answered has nothing more to say."""
         failure = ErrorInfo(code="internal", message=message)
         calls = {id(call): node for node, call in self._calls.values()}
         self._calls.clear()
         for node in calls.values():
-            self._finish(node, program_error(node, failure))
+            self._finish(node, program_error(node, failure, self._contents[node.source]))
         return self._advance()
 
-    def _advance(self) -> list[Request]:
-        requests: list[Request] = []
+    def _advance(self) -> list[Issue]:
+        requests: list[Issue] = []
         while self._ready:
             calls: list[Gen | Select] = []
             while self._ready:
@@ -187,7 +194,7 @@ class ProgramRun:
         elif isinstance(piece, Insert):
             result = self._result_of(piece.value, node)
             target = (
-                extend(source, piece.of(result.value), trusted=piece.trusted)
+                extend(source, result.inserted(piece.which), trusted=piece.trusted)
                 if isinstance(result, Result)
                 else result
             )
@@ -300,7 +307,7 @@ def open_call(
     try:
         return make(node, source, encoder, request_id, outlook)  # type: ignore[arg-type]
     except (ValueError, BackendError) as error:
-        return program_error(node, ErrorInfo(code="invalid_value", message=str(error)))
+        return program_error(node, ErrorInfo(code="invalid_value", message=str(error)), source)
 
 
 def call_function(node: Call, values: list[object]) -> Result | ProgramError:
@@ -323,7 +330,13 @@ def _kind(node: Node) -> str:
     return type(node).__name__.lower()
 
 
-def program_error(node: Node, failure: ErrorInfo) -> ProgramError:
+EXCERPT_LENGTH = 80  # characters of a prompt in an error
+
+
+def program_error(
+    node: Node, failure: ErrorInfo, source: Content | ProgramError | None = None
+) -> ProgramError:
+    """The failure of an operation that went on from `source`."""
     return ProgramError(
         failure.message,
         operation=_kind(node),
@@ -331,4 +344,5 @@ def program_error(node: Node, failure: ErrorInfo) -> ProgramError:
         line=node.line,
         code=failure.code,
         issue=failure.issue,
+        excerpt=end_of(source, EXCERPT_LENGTH) if isinstance(source, Content) else "",
     )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from palmette.constrained.spec import GrammarKind, GrammarSpec
 from palmette.runtime.request import LogprobOptions, SamplingParams
@@ -19,6 +19,7 @@ from palmette.runtime.text import well_formed
 
 from .choices import ChoicesMethod
 from .ir import GenOptions, Slot, Template
+from .typed import OutputType
 
 Stop: TypeAlias = str | tuple[str, ...]
 T = TypeVar("T")
@@ -83,13 +84,30 @@ class SelectExpr(Expr):
         self.choices = choices
         self.method = method
 
+    def named(self, name: str) -> SelectExpr:
+        """This select, bound to `name`."""
+        _check_unnamed(self.name, name)
+        return SelectExpr(name, self.choices, self.method)
 
-class GenExpr(Expr):
+
+class GenExpr(Expr, Generic[T]):
+    """A gen that gives a T."""
+
     __slots__ = ("arguments", "name")
 
     def __init__(self, name: str | None, arguments: GenArguments) -> None:
         self.name = name
         self.arguments = arguments
+
+    def named(self, name: str) -> GenExpr[T]:
+        """This gen, bound to `name`."""
+        _check_unnamed(self.name, name)
+        return GenExpr(name, self.arguments)
+
+
+def _check_unnamed(own: str | None, name: str) -> None:
+    if own not in (None, name):
+        raise ValueError(f"{own!r} cannot be bound to {name!r} too; give it no name of its own")
 
 
 def as_expr(value: object) -> Expr:
@@ -103,6 +121,8 @@ def as_expr(value: object) -> Expr:
     if isinstance(value, Expr):
         return value
     hint = "; use str() or an f-string" if isinstance(value, int | float) else ""
+    if not hint and not isinstance(value, bytes) and value is not None:
+        hint = "; the text of a typed variable is s.get_text(name)"
     raise TypeError(
         f"a state takes text, gen(), select() and roles, not {type(value).__name__}"
         f" ({value!r:.60}){hint}"
@@ -142,6 +162,8 @@ class GenArguments(NamedTuple):
     skip_special_tokens: bool | None = None
     priority: int = 0
     timeout_s: float | None = None
+    retry: int = 0
+    type: OutputType[Any] | None = None
 
     def slots(self) -> list[tuple[str, Slot]]:
         """The parameters that arguments of a compiled program give."""
@@ -212,9 +234,10 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
     stop = _or(arguments.stop, defaults.stop)
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     grammar = arguments.grammar
-    if arguments.dtype is not None:
-        grammar = GrammarSpec(kind=GrammarKind.REGEX, source=_DTYPE_REGEX[arguments.dtype])
-        if arguments.dtype in ("int", "float"):
+    dtype = arguments.dtype if arguments.type is None else arguments.type.dtype
+    if dtype is not None:
+        grammar = GrammarSpec(kind=GrammarKind.REGEX, source=_DTYPE_REGEX[dtype])
+        if dtype in ("int", "float"):
             stops += tuple(text for text in _NUMBER_STOPS if text not in stops)
     sampling = SamplingParams(
         max_new_tokens=_or(arguments.max_tokens, defaults.max_tokens),
@@ -237,6 +260,8 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
     num_choices = _or(arguments.n, defaults.n)
     if num_choices < 1:
         raise ValueError(f"n: {num_choices} is out of range; it must be >= 1")
+    if arguments.retry < 0:
+        raise ValueError(f"retry: {arguments.retry} is out of range; it must be >= 0")
     timeout_s = arguments.timeout_s
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout: {timeout_s} is out of range; it must be > 0 and finite")
@@ -250,6 +275,8 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
         ),
         priority=arguments.priority,
         timeout_s=timeout_s,
+        retry=arguments.retry,
+        type=arguments.type,
     )
 
 
@@ -286,14 +313,16 @@ def grammar_of(
     json_schema: object,
     ebnf: str | None,
     structural_tag: object = None,
+    spec: GrammarSpec | None = None,
     options: Mapping[str, str | None],
 ) -> GrammarSpec | None:
     """The constraint given, if any. `json_schema`: JSON text, a dict, or a Python type.
 
+    `spec` is one that is known already.
+
     Raises:
         ValueError: it is none, or `options` are given for what is no JSON.
     """
-    spec: GrammarSpec | None = None
     if regex is not None:
         spec = GrammarSpec(kind=GrammarKind.REGEX, source=well_formed(regex))
     elif ebnf is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast, overload
 
 from palmette.runtime.text import well_formed
 
@@ -10,9 +11,49 @@ from .arguments import ids_of, refuse_unused, stop_of, texts_of
 from .choices import ChoicesMethod, token_length_normalized
 from .expressions import Expr, GenArguments, GenExpr, SelectExpr, dtype_name, grammar_of
 from .host import located_at_caller
+from .typed import output_type
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
+
+T = TypeVar("T")
 
 
-@located_at_caller
+class TypedOptions(TypedDict, total=False):
+    """What may stand beside the type in `gen`; see there."""
+
+    max_tokens: int | None
+    min_tokens: int | None
+    n: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    stop_regex: str | Sequence[str] | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    ignore_eos: bool | None
+    return_logprob: bool | None
+    logprob_start_len: int | None
+    top_logprobs_num: int | None
+    return_text_in_logprobs: bool | None
+    whitespace: str | None
+    order: str | None
+    additional: str | None
+    formats: str | None
+    policy: str | None
+    seed: int | None
+    logit_bias: Mapping[int | str, float] | None
+    repetition_penalty: float | None
+    skip_special_tokens: bool | None
+    priority: int
+    timeout: float | None
+    retry: int
+
+
+@overload
 def gen(
     name: str | None = None,
     max_tokens: int | None = None,
@@ -51,19 +92,76 @@ def gen(
     skip_special_tokens: bool | None = None,
     priority: int = 0,
     timeout: float | None = None,
+    retry: int = 0,
+    type: None = None,
+) -> Expr: ...
+@overload
+def gen(
+    name: str | None = None, *, type: TypeForm[T], **options: Unpack[TypedOptions]
+) -> GenExpr[T]: ...
+@overload
+def gen(name: TypeForm[T], /, **options: Unpack[TypedOptions]) -> GenExpr[T]: ...
+
+
+@located_at_caller
+def gen(
+    name: object = None,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+    dtype: type | str | None = None,
+    choices: Sequence[str] | None = None,
+    choices_method: ChoicesMethod | None = None,
+    regex: str | None = None,
+    json_schema: str | Mapping[str, object] | type | None = None,
+    *,
+    ebnf: str | None = None,
+    structural_tag: str | Mapping[str, object] | None = None,
+    whitespace: str | None = None,
+    order: str | None = None,
+    additional: str | None = None,
+    formats: str | None = None,
+    policy: str | None = None,
+    seed: int | None = None,
+    logit_bias: Mapping[int | str, float] | None = None,
+    repetition_penalty: float | None = None,
+    skip_special_tokens: bool | None = None,
+    priority: int = 0,
+    timeout: float | None = None,
+    retry: int = 0,
+    type: object = None,
 ) -> Expr:
     """Generate text after the state and bind it to `name`.
+
+    With `type`, or a type in the place of the name, the variable is a value of that type: a
+    pydantic model, dataclass, TypedDict, `list[...]` or `X | None` by its JSON, `int`, `float`,
+    `bool`, a Literal or an Enum by plain text. The state goes on with the text.
 
     With `choices` it is `select`: arguments that say how to draw and where to end have no use
     then, those that would change the result (n, penalties, logit_bias) are refused. At most one of
     `choices`, `regex`, `json_schema` (JSON text, a dict, a pydantic model or another Python type),
-    `ebnf`, `structural_tag` and `dtype` constrains the text. `whitespace` ("compact", "indent=2"),
-    `order` ("any"), `additional` ("forbid"), `formats` and `policy` ("lenient") are options of
-    `json_schema`. `dtype` (int, float, bool, str) is a ready-made regex: the variable is text that
-    matches the pattern of the type, not a value of it (`int(s["x"])`). The text ends before a
-    string of `stop` and before what a pattern of `stop_regex` matches; after `timeout` seconds it
-    ends in an error whose code is "deadline". With n > 1 the variable is a list of n texts and the
-    state goes on with the first.
+    `ebnf`, `structural_tag`, `dtype` and `type` constrains the text. `whitespace` ("compact",
+    "indent=2"), `order` ("any"), `additional` ("forbid"), `formats` and `policy` ("lenient") are
+    options of what is JSON. `dtype` (int, float, bool, str) is a ready-made regex: the variable is
+    text that matches the pattern of the type, not a value of it (`int(s["x"])`). The text ends
+    before a string of `stop` and before what a pattern of `stop_regex` matches; after `timeout`
+    seconds it ends in an error whose code is "deadline". `retry` asks again up to so many times
+    where the server is overloaded or not reached, or a validator of the type refuses the value.
+    With n > 1 the variable is a list of n results and the state goes on with the text of the first.
 
     >>> s += "2+2=" + pm.gen("sum", dtype=int, max_tokens=8)
     >>> number = int(s["sum"])
@@ -71,7 +169,12 @@ def gen(
     Raises:
         ValueError: an argument is out of range, or two constraints are given.
     """
-    refuse_unused(locals())
+    if name is not None and not isinstance(name, str):
+        if type is not None:
+            raise ValueError("type: is given twice; the first argument is a name or a type")
+        name, type = None, name
+    refuse_unused({key: value for key, value in locals().items() if key != "name"})
+    output = None if type is None else output_type(cast(Any, type))
     if choices is not None:
         return SelectExpr(name, _choices(choices), choices_method or token_length_normalized)
     arguments = GenArguments(
@@ -98,6 +201,7 @@ def gen(
             json_schema=json_schema,
             ebnf=ebnf,
             structural_tag=structural_tag,
+            spec=None if output is None else output.grammar,
             options={
                 "whitespace": whitespace,
                 "order": order,
@@ -112,6 +216,8 @@ def gen(
         skip_special_tokens=skip_special_tokens,
         priority=priority,
         timeout_s=timeout,
+        retry=retry,
+        type=output,
     )
     return GenExpr(name, arguments)
 
@@ -195,7 +301,8 @@ def select(
 
 
 def _gen_dtype(dtype: str, **arguments: object) -> Expr:
-    return gen(dtype=dtype, **arguments)  # type: ignore[arg-type]
+    make: Callable[..., Expr] = gen
+    return make(dtype=dtype, **arguments)
 
 
 def _choices(choices: Sequence[str]) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from palmette.runtime.request import ErrorInfo, Output, Request
+from palmette.runtime.request import ErrorInfo, Output
 
-from .calls import Meta, PendingCall, Result, continue_with
+from .calls import PendingCall, Result, continue_with
 from .choices import ChoicesMethod
 from .content import Content, extend, splice, text_of
 from .errors import ProgramError
@@ -31,7 +31,9 @@ from .ir import (
     Text,
     ValueId,
 )
+from .meta import Meta
 from .session import Session, Sink
+from .streams import Issue
 from .trace import progress_of
 
 
@@ -122,7 +124,7 @@ class Interpreter:
             case Text():
                 return extend(source, piece.text, trusted=piece.trusted)
             case Insert():
-                text = piece.of(self.result(piece.value).value)
+                text = self.result(piece.value).inserted(piece.which)
                 return extend(source, text, trusted=piece.trusted)
             case Splice():
                 base, tip = self.content(piece.base), self.content(piece.tip)
@@ -154,9 +156,9 @@ class Interpreter:
         sink = _OneCall(call)
         self.session.mark_new(sink)
         self.session.wait(lambda: sink.is_done, (sink,))
-        self.records.append(record_of(node, call.streams))
+        self.records.append(record_of(node, call.all_streams))
         failure = sink.failure or call.failure()
-        return call.result() if failure is None else program_error(node, failure)
+        return call.result() if failure is None else program_error(node, failure, source)
 
     def _noted(self, outcome: Result | ProgramError) -> Result | ProgramError:
         if isinstance(outcome, ProgramError) and self.error is None:
@@ -172,14 +174,14 @@ class _OneCall:
         self.failure: ErrorInfo | None = None
         self._call = call
 
-    def start(self) -> list[Request]:
+    def start(self) -> list[Issue]:
         return [stream.request for stream in self._call.streams]
 
-    def on_output(self, output: Output) -> list[Request]:
+    def on_output(self, output: Output) -> list[Issue]:
         self.is_done = self._call.on_output(output)
-        return []
+        return self._call.take_again()
 
-    def fail_calls(self, message: str) -> list[Request]:
+    def fail_calls(self, message: str) -> list[Issue]:
         self.failure = ErrorInfo(code="internal", message=message)
         self.is_done = True
         return []

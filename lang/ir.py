@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType, TypeAlias
+from typing import Any, NamedTuple, NewType, TypeAlias
 
 from palmette.constrained.spec import GrammarSpec
 from palmette.runtime.request import LogprobOptions, SamplingParams
 
 from .choices import ChoicesMethod
+from .typed import OutputType
 
 StateId = NewType("StateId", int)
 ValueId = NewType("ValueId", int)
@@ -49,9 +50,6 @@ class Insert(NamedTuple):
     value: ValueId
     trusted: bool
     which: int | None = None
-
-    def of(self, value: object) -> str:
-        return str(value if self.which is None else value[self.which])  # type: ignore[index]
 
 
 class Splice(NamedTuple):
@@ -119,6 +117,8 @@ class GenOptions:
     text_in_logprobs: bool = False
     priority: int = 0
     timeout_s: float | None = None  # for each request, from when the backend takes it
+    retry: int = 0  # how often it is asked again, see calls.GenCall
+    type: OutputType[Any] | None = None  # of the value; None: text
 
     def to_fill(self) -> tuple[str, ...]:
         """What an argument of a compiled program will give, as it prints."""
@@ -224,6 +224,8 @@ def _format_options(options: GenOptions) -> str:
         parts.append(f"stop={_format_strings(sampling.stop)}")
     if sampling.stop_regex:
         parts.append(f"stop_regex={_format_strings(sampling.stop_regex)}")
+    if options.type is not None:
+        parts.append(f"type={options.type}")
     if options.grammar is not None:
         parts.append(f"{options.grammar.kind}={_shorten(options.grammar.source)}")
     return " ".join(parts)

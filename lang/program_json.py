@@ -147,6 +147,12 @@ def _node(node: Node) -> AnyNode:
             return _extension(node.piece, base)
         case Gen():
             assert isinstance(node.options, PlannedOptions)  # a program's always are
+            if node.options.type is not None:
+                error = ValueError(
+                    f"gen {node.name!r}: the type {node.options.type} is Python code and has no "
+                    "form as JSON; run the program here, or give json_schema and take the text"
+                )
+                raise located(error, node.line)
             parameters = _gen_parameters(node.options.arguments)
             return GenNode(
                 value=node.value,

@@ -110,6 +110,7 @@ def _parameters() -> type[msgspec.Struct]:
     special: dict[str, Any] = {
         "stop": str | list[Parts] | TemplateRef | ArgumentRef | None,
         "grammar": dict[str, Any] | None,
+        "type": None,  # a Python type has no form as JSON
     }
     return msgspec.defstruct(
         "GenParameters",

@@ -318,6 +318,8 @@ class _Refused(BackendError):
     def __init__(self, status: int, info: ErrorInfo) -> None:
         super().__init__(info.message)
         self.status = status
+        if info.code == "http" and status in (429, 502, 503, 504):  # of a proxy in between
+            info = ErrorInfo(code="unavailable", message=info.message)
         self.info = info
 
 

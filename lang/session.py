@@ -13,6 +13,7 @@ Every wait ends: when the backend has nothing unfinished, whatever still waits g
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from palmette.runtime.request import (
 from .chat import ChatFormat
 from .content import Content, Encoder, start
 from .errors import BackendError
+from .streams import Issue, Later, request_of
 from .task import ELSEWHERE, INTERRUPTED, STALLED, Task, current_task
 
 if TYPE_CHECKING:
@@ -42,11 +44,11 @@ if TYPE_CHECKING:
 class Sink(Protocol):
     """Where the outputs of a request go: a ProgramRun, or a single call of the interpreter."""
 
-    def start(self) -> list[Request]: ...
+    def start(self) -> list[Issue]: ...
 
-    def on_output(self, output: Output) -> list[Request]: ...
+    def on_output(self, output: Output) -> list[Issue]: ...
 
-    def fail_calls(self, message: str) -> list[Request]: ...
+    def fail_calls(self, message: str) -> list[Issue]: ...
 
 
 class Session:
@@ -66,6 +68,7 @@ class Session:
         self._abandoned: deque[Task | Sink] = deque()
         self._new: dict[int, Sink] = {}  # by id: sinks with nodes that were not looked at
         self._outbox: deque[Request] = deque()
+        self._later: list[tuple[float, Request]] = []  # when it is due
         self._owners: dict[str, Sink] = {}  # unfinished requests, in the outbox too
         # On their way to the backend (False) or there (True); interrupted ones without an owner.
         self._submitted: dict[str, bool] = {}
@@ -219,6 +222,7 @@ class Session:
         sinks = {id(self._owners[i]): self._owners.pop(i) for i in dead}
         if dead:
             self._outbox = deque(r for r in self._outbox if r.request_id in self._owners)
+            self._later = [item for item in self._later if item[1].request_id in self._owners]
             self.client.abort([i for i in dead if i in self._submitted])
         return sinks
 
@@ -248,11 +252,19 @@ class Session:
         with self._round():
             if self._prepare():
                 return True
-            if not self._submitted:
+            if self._submitted:
+                self._poll()
+                self._dispatch()
+                return True
+            if not self._later:
                 return self._release_stalled()
-            self._poll()
-            self._dispatch()
-            return True
+            pause_s = self._pause_s()
+        time.sleep(pause_s)
+        return True
+
+    def _pause_s(self) -> float:
+        """Seconds until the next request is due, when nothing else is under way."""
+        return max(0.0, min(due for due, _ in self._later) - time.monotonic())
 
     async def advance_async(self) -> bool:
         """`advance`, with the polling in a thread, so that the event loop goes on."""
@@ -289,6 +301,7 @@ class Session:
                 sink = self._new.pop(key)
                 self._queue(sink, sink.start())
                 self._notify(sink)
+        self._queue_due()
         self._submit()
         is_one_ready = any(task.is_here for task in list(self._ready))
         return has_started or is_one_ready or bool(self._refused)
@@ -302,10 +315,21 @@ class Session:
                 self.resume(task)
         return bool(mine)
 
-    def _queue(self, sink: Sink, requests: list[Request]) -> None:
-        for request in requests:
+    def _queue(self, sink: Sink, issues: Sequence[Issue]) -> None:
+        for issue in issues:
+            request = request_of(issue)
             self._owners[request.request_id] = sink
-        self._outbox.extend(requests)
+            if isinstance(issue, Later):
+                self._later.append((time.monotonic() + issue.after_s, request))
+            else:
+                self._outbox.append(request)
+
+    def _queue_due(self) -> None:
+        """What was to go out later and is due."""
+        if self._later:
+            now = time.monotonic()
+            self._outbox.extend(request for due, request in self._later if due <= now)
+            self._later = [item for item in self._later if item[0] > now]
 
     def _submit(self) -> None:
         """Send what the backend's queue can take; a bad request becomes an output."""
@@ -401,6 +425,7 @@ class Session:
         sinks = {id(sink): sink for sink in self._owners.values()}
         self._owners.clear()
         self._outbox.clear()
+        self._later.clear()
         for sink in sinks.values():
             self._queue(sink, sink.fail_calls(message))
             self._notify(sink)

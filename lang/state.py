@@ -8,16 +8,36 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from .calls import Meta
 from .chat import Message
 from .content import links
 from .errors import BackendError
+from .expressions import GenExpr
 from .host import Bound, Gathered, Span
+from .meta import Meta
+from .typed import check_type, partial_json
 from .writer import ProgramStateGroup, StateWriter
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
+
+T = TypeVar("T")
+
 __all__ = ["ProgramState", "ProgramStateGroup"]
+
+
+def name_of(key: str | GenExpr[T]) -> str:
+    """The variable that a key of a state means.
+
+    Raises:
+        KeyError: a gen without a name.
+    """
+    if isinstance(key, str):
+        return key
+    if key.name is None:
+        raise KeyError("this gen has no name; read the variable by the name it was bound to")
+    return key.name
 
 
 class ProgramState(StateWriter):
@@ -31,22 +51,45 @@ class ProgramState(StateWriter):
     def _new(self) -> ProgramState:
         return ProgramState(self._host)
 
-    def __getitem__(self, name: str) -> Any:
-        return self.get_var(name)
+    @overload
+    def __getitem__(self, name: GenExpr[T]) -> T: ...
+    @overload
+    def __getitem__(self, name: str) -> Any: ...
+
+    def __getitem__(self, name: str | GenExpr[T]) -> Any:
+        return self.get_var(name_of(name))
 
     def __contains__(self, name: object) -> bool:
         if name not in self._variables:
             self._host.finish_body()
         return name in self._variables
 
-    def get_var(self, name: str) -> Any:
-        """The value of a variable; waits for it. `Any`: mostly str, a list for n > 1 and joins.
+    @overload
+    def get_var(self, name: str) -> Any: ...
+    @overload
+    def get_var(self, name: str, type: TypeForm[T]) -> T: ...
+
+    def get_var(self, name: str, type: object = None) -> Any:
+        """The value of a variable; waits for it. Mostly text, a list for n > 1 and joins.
+
+        With `type`, the value of a gen that was given this very type.
+
+        >>> s["age"] = pm.gen(int, max_tokens=8)
+        >>> age = s.get_var("age", int)
 
         Raises:
             KeyError: there is no such variable.
+            TypeError: it has another type.
             ProgramError: the operation that should have given it failed.
         """
-        return self._resolve(self._binding(name))
+        value = self._resolve(self._binding(name))
+        if type is not None:
+            check_type(name, value, type)
+        return value
+
+    def get_text(self, name: str) -> str:
+        """The text of a variable as it stands in the prompt, whatever its type; waits for it."""
+        return self._text_of_binding(self._binding(name))
 
     def get_meta_info(self, name: str) -> Meta | list[Meta]:
         """What the backend told about a generated variable, under SGLang's keys.
@@ -116,6 +159,23 @@ class ProgramState(StateWriter):
             self._give_up()
             raise
 
+    def value_iter(self, var_name: str) -> Iterator[Any]:
+        """What the JSON of a variable gives so far, whenever that changes; at last its value.
+
+        >>> s["pets"] = pm.gen(list[str], max_tokens=32)
+        >>> steps = list(s.value_iter("pets"))  # [], ["a"], ...
+        """
+        text, last = "", None
+        for piece in self.text_iter(var_name):
+            text += piece
+            value = partial_json(text)
+            if value != last:
+                last = value
+                yield value
+        final = self.get_var(var_name)
+        if final != last:
+            yield final
+
     async def text_async_iter(
         self, var_name: str | None = None, return_meta_data: bool = False
     ) -> AsyncIterator[str | tuple[str, Meta]]:
@@ -159,6 +219,11 @@ class ProgramState(StateWriter):
             host.raise_body_error()
             known = ", ".join(map(repr, self._variables)) or "none"
             raise KeyError(f"no variable {name!r}; this state has: {known}")
+
+    def _text_of_binding(self, binding: object) -> str:
+        if isinstance(binding, Bound):
+            return self._host.reading.result(binding.value).inserted()
+        return str(self._resolve(binding))
 
     def _resolve(self, binding: object) -> object:
         reading = self._host.reading

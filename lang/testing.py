@@ -28,6 +28,7 @@ from palmette.runtime.request import (
     Limits,
     Output,
     Request,
+    RequestError,
     Timing,
     TokenLogprob,
     Usage,
@@ -86,7 +87,8 @@ class FakeModel:
 
     `script` is a list of answers in the order of requests; or a dict of text or pattern -> answer,
     where the key found last in the prompt wins; or a function of the prompt. An answer is a text,
-    a function of the prompt, an exception (the request fails with its message) or, in a dict, a
+    a function of the prompt, an exception (the request fails with its message, and with the code
+    of a RequestError) or, in a dict, a
     list of answers for one after the other. Without an answer a constrained request gets a short
     text that satisfies its constraint and a free one `default`. A scripted answer that breaks the
     request's constraint is an error of the test and fails the request.
@@ -244,7 +246,8 @@ class FakeModel:
         try:
             text = self._text(request)
         except Exception as error:  # scripted failures reach the program as any other
-            info = ErrorInfo(code="scripted", message=str(error) or type(error).__name__)
+            code = error.code if isinstance(error, RequestError) else "scripted"
+            info = ErrorInfo(code=code, message=str(error) or type(error).__name__)
             finish = Finish(reason=FinishReason.ERROR)
             return _Running(request, [], 0, finish, "", usage, error=info)
         running = self._generation(request, text, usage)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from .calls import Meta, PendingCall, Result
+from .calls import PendingCall, Result
 from .choices import ChoicesMethod
 from .content import Content, text_of
 from .errors import ProgramError
@@ -25,6 +25,7 @@ from .ir import (
     StateId,
     ValueId,
 )
+from .meta import Meta
 from .outlook import BatchStart
 from .session import Session, Sink
 

@@ -25,6 +25,7 @@ from .scopes import CopyScope, RoleScope, VariableScope
 
 Forker: TypeAlias = "Callable[[int], Expr | str] | Sequence[Expr | str]"
 S = TypeVar("S", bound="StateWriter")
+T = TypeVar("T")
 
 
 class StateWriter:
@@ -105,9 +106,28 @@ class StateWriter:
         return VariableScope(self, name)
 
     def set_var(self, name: str, value: object) -> None:
-        self._variables[name] = value
+        """Bind a variable. A gen or select is appended, and its result bound to `name`.
+
+        Raises:
+            ValueError: `value` is a gen with another name, or text around one.
+        """
+        if isinstance(value, GenExpr | SelectExpr):
+            self._append(self._named(value, name))
+        elif isinstance(value, Expr):
+            raise located(
+                ValueError(f"s[{name!r}] takes a value, one gen() or one select(); append with +="),
+                caller_line(),
+            )
+        else:
+            self._variables[name] = value
 
     __setitem__ = set_var
+
+    def _named(self, expr: GenExpr[T] | SelectExpr, name: str) -> Expr:
+        try:
+            return expr.named(name)
+        except ValueError as error:
+            raise located(error, caller_line()) from None
 
     def call(self, name: str, function: Callable[..., object], *variables: str) -> None:
         """Bind `name` to function(values of variables) without waiting for them."""
@@ -161,11 +181,25 @@ class StateWriter:
     # How expressions become operations
 
     def _append(self, value: object) -> None:
-        expr, line = as_expr(value), caller_line()
+        line = caller_line()
+        text = None if isinstance(value, str | Expr) else self._text_of(value)
+        expr = as_expr(value if text is None else text)
         try:
             self._append_expr(expr, line)
         except ValueError as error:
             raise located(error, line) from error.__cause__
+
+    def _text_of(self, value: object) -> str | None:
+        """The generated text of which a typed variable's `value` was made."""
+        reading = self._host.reading
+        if value is None or isinstance(value, int | float):
+            return None  # many variables can have it
+        for binding in self._variables.values():
+            if isinstance(binding, Bound) and reading.progress(binding.value)[2]:
+                result = reading.result(binding.value)
+                if result.value is value:
+                    return result.inserted()
+        return None
 
     def _append_expr(self, expr: Expr, line: Line) -> None:
         host = self._host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -184,3 +185,72 @@ def test_a_structural_tag_leaves_other_text_free(backend: EngineClient) -> None:
         backend = FakeModel(["bcdefgh"] * 2)
     assert program.run(TAG, backend=backend)["a"] == "bcdef"
     assert program.run(json.dumps(TAG), backend=backend)["a"] == "bcdef"
+
+
+# Asking again
+
+
+@pm.function
+def patient(s: pm.ProgramState, retry: int) -> None:
+    s += "x" + pm.gen("a", retry=retry, temperature=0) + "y" + pm.gen("b", max_tokens=2)
+
+
+@pytest.mark.parametrize("code", ["overloaded", "unavailable", "unreachable"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_what_passes_is_asked_again(code: str, eager: bool) -> None:
+    busy = pm.RequestError("come back", code=code)
+    model = FakeModel([busy, busy, " one", " two"])
+    start = time.monotonic()
+    state = patient.run(2, backend=model, eager=eager)
+    assert (state["a"], state["b"]) == (" one", " two")
+    assert time.monotonic() - start >= 0.15  # 0.05 s and 0.1 s
+    prompts = [call.request.prompt_ids for call in model.calls]
+    assert prompts[0] == prompts[1] == prompts[2]
+    with pytest.raises(pm.ProgramError, match="come back") as caught:
+        patient.run(1, backend=FakeModel([busy, busy]), eager=eager)["b"]
+    assert caught.value.code == code and caught.value.variable == "a"
+
+
+def test_what_does_not_pass_is_not_asked_again() -> None:
+    model = FakeModel([pm.RequestError("bad", code="grammar")])
+    with pytest.raises(pm.ProgramError, match="bad"):
+        patient.run(5, backend=model)["a"]
+    model.assert_calls(1)
+
+
+def test_a_lost_connection_is_tried_again() -> None:
+    num_calls = 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal num_calls
+        if request.url.path == "/server_info":
+            return httpx.Response(200, json={"model_path": "m"})
+        if request.url.path == "/tokenize":
+            return httpx.Response(200, json={"tokens": [1]})
+        num_calls += 1
+        if num_calls == 1:
+            raise httpx.ReadError("reset by peer")
+        if num_calls == 2:
+            return httpx.Response(502, content=b"<html>bad gateway</html>")
+        event = {"text": "ok", "output_ids": [5], "meta_info": {"finish_reason": {"type": "stop"}}}
+        return httpx.Response(200, content=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
+
+    client = pm.HttpClient("http://shaky", transport=httpx.MockTransport(answer))
+    state = patient.run(2, backend=client)
+    assert state["a"] == "ok"
+    client.close()
+
+
+def test_others_go_on_while_one_waits_to_ask_again() -> None:
+    busy = pm.RequestError("come back", code="overloaded")
+    model = FakeModel({"slow": [busy, busy, busy, " late"], "fast": " 1" * 50})
+
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        forks = s.fork(2)
+        forks[0] += "slow" + pm.gen("a", retry=3)
+        forks[1] += "fast" + pm.gen("b", max_tokens=50)
+        s["forks"] = list(forks)
+
+    slow, fast = program.run(backend=model)["forks"]
+    assert fast["b"].startswith(" 1 1") and slow["a"] == " late"

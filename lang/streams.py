@@ -1,0 +1,92 @@
+"""One request of a call: what has come of it, and when it goes out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from palmette.constrained.spec import ConstraintIssue
+from palmette.runtime.request import (
+    ErrorInfo,
+    Finish,
+    FinishReason,
+    Output,
+    Request,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
+
+
+class Later(NamedTuple):
+    """A request that is to go out after some seconds."""
+
+    request: Request
+    after_s: float
+
+
+Issue: TypeAlias = Request | Later
+
+
+def request_of(issue: Issue) -> Request:
+    return issue.request if isinstance(issue, Later) else issue
+
+
+class Stream:
+    """The outputs of one request, gathered."""
+
+    __slots__ = (
+        "error",
+        "finish",
+        "logprobs",
+        "prompt_logprobs",
+        "request",
+        "text",
+        "timing",
+        "token_ids",
+        "usage",
+        "value",
+        "warnings",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.value: object = None  # of a typed text that is complete
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.finish: Finish | None = None
+        self.error: ErrorInfo | None = None
+        self.usage = Usage()
+        self.timing = Timing()
+        self.warnings: tuple[ConstraintIssue, ...] = ()
+
+    def push(self, output: Output) -> bool:
+        """Take one output; True when it is the last."""
+        if output.text:
+            self.text += output.text
+        self.token_ids.extend(output.token_ids)
+        if output.logprobs:
+            self.logprobs.extend(output.logprobs)
+        if output.prompt_logprobs:
+            self.prompt_logprobs.extend(output.prompt_logprobs)
+        self.usage = output.usage
+        self.timing = output.timing
+        self.finish = output.finish
+        self.error = output.error
+        self.warnings = output.warnings
+        return output.finish is not None
+
+    def fail(self, error: ErrorInfo) -> None:
+        """End it in an error, whatever it was."""
+        self.finish, self.error = Finish(reason=FinishReason.ERROR), error
+
+    def failure(self) -> ErrorInfo | None:
+        """Why this stream is no answer; None while it is or may become one."""
+        if self.finish is None:
+            return None
+        if self.finish.reason is FinishReason.ERROR:
+            return self.error or ErrorInfo(code="internal", message="ended in an error")
+        if self.finish.reason is FinishReason.ABORT:
+            return self.error or ErrorInfo(code="abort", message="the request was aborted")
+        return None
