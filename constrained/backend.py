@@ -73,6 +73,10 @@ class TextCursor(Protocol):
         """Forget what came after the first `num_bytes`."""
         ...
 
+    def fork(self) -> TextCursor:
+        """An independent copy."""
+        ...
+
 
 class TextCheck(Protocol):
     """What the grammar leaves to be checked on the text; shared by its sequences."""

@@ -10,7 +10,7 @@ released is never taken back. All of it depends on the sequence's own tokens alo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class Constraint:
         "_compiled",
         "_cursor",
         "_ends",
+        "_exits",
         "_furthest",
         "_ids",
         "_num_lost",
@@ -69,6 +70,7 @@ class Constraint:
         self._ends = [0]  # bytes of text after each token
         self._text = bytearray()
         self._bans: dict[int, set[int]] = {}  # by place among the generated tokens
+        self._exits = compiled.exits
         self._way_out: Sequence[int] | None = compiled.shortest
         # With more tokens left than this the end is not looked for; -1: none is known.
         self._reserve = 2 * len(compiled.shortest or ()) + RESERVE
@@ -120,7 +122,7 @@ class Constraint:
         elif self.state.may_end:
             way_out = ()
         elif way_out is None or not self._closer.leads_out(self.state, way_out):
-            way_out = self._closer.way_out(self.state, num_left)
+            way_out = self._exit() or self._closer.way_out(self.state, num_left)
             if way_out is None and self._way_out is None:
                 self._note_lost()
                 return True  # nor was one known before: it may end as a failure
@@ -130,6 +132,13 @@ class Constraint:
         spare = num_left - len(way_out) - self._reserve
         self._watch_below = num_left - max(0, spare) // 2
         return True
+
+    def _exit(self, banned: Collection[int] = ()) -> Sequence[int] | None:
+        """A way out that the grammar itself proposes, of those that lead out from here."""
+        for ids in self._exits:
+            if ids and ids[0] not in banned and self._closer.leads_out(self.state, ids):
+                return ids
+        return None
 
     def reject(self, token_id: int) -> bool:
         """The accepted id leaves no time to close: it is not to be chosen here again.
@@ -263,7 +272,8 @@ class Constraint:
         self._way_out = None
         if self._watch_below >= 0:
             self._watch_below = 1 << 62
-            self._way_out = self._closer.way_out(self.state, 1024, self._bans.get(keep, ()))
+            banned = self._bans.get(keep, ())
+            self._way_out = self._exit(banned) or self._closer.way_out(self.state, 1024, banned)
             if self._way_out is None:
                 self._note_lost()
 

@@ -10,6 +10,7 @@ what was delivered is never taken back, and a trimmed stop string leaves no ids 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from palmette.constrained.vocabulary import Vocabulary
@@ -56,9 +57,13 @@ class Delivery:
         "vocabulary",
     )
 
-    def __init__(self, sampling: SamplingParams, *, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, sampling: SamplingParams, *, vocabulary: Vocabulary, shown: Collection[str] = ()
+    ) -> None:
+        """`shown`: special tokens that are part of the text in any case."""
         self.vocabulary = vocabulary
-        self._detokenizer = Detokenizer(vocabulary, skip_special=sampling.skip_special_tokens)
+        skip_special = sampling.skip_special_tokens
+        self._detokenizer = Detokenizer(vocabulary, skip_special=skip_special, shown=shown)
         self._matcher = stop_matcher(sampling)
         self._keeps_stop = sampling.no_stop_trim
         self._min_tokens = sampling.min_new_tokens

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from palmette.constrained.gate import gated
 from palmette.kernels.sampling import SampleResult
 from palmette.radix_cache.tenants import tenant_of
 from palmette.radix_cache.tree import TreeNode
@@ -284,6 +285,7 @@ class Engine:
                 self._on_fault(sequence, grammar)
                 continue
             try:
+                grammar = gated(grammar, sequence.request.reasoning_end, self._vocabulary)
                 check_room(grammar.shortest, sequence.max_generated)
                 self._scheduler.grammar_ready(sequence, grammar)
             except Exception as error:  # fault boundary: one request

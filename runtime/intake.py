@@ -57,6 +57,8 @@ class Intake:
         max_generated = self.max_tokens - len(request.prompt_ids)
         if sampling.max_new_tokens is not None:
             max_generated = min(max_generated, sampling.max_new_tokens)
+        thinks = request.reasoning
+        shown = () if thinks is None else (thinks.start, thinks.end)
         return SequenceState(
             request,
             arrival=self._num_made,
@@ -64,5 +66,5 @@ class Intake:
             submitted_at=now,
             stop_ids=frozenset(stop_ids),
             max_generated=max_generated,
-            delivery=Delivery(sampling, vocabulary=self._vocabulary),
+            delivery=Delivery(sampling, vocabulary=self._vocabulary, shown=shown),
         )

@@ -131,6 +131,19 @@ class ReuseHint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning:
+    """Thinking before the answer, up to and including the text `end`.
+
+    A grammar holds from behind it on. `start` may stand at its beginning; when it does not and
+    `is_certain` is False, nothing is thinking. With a grammar it is certain.
+    """
+
+    end: str
+    start: str = ""
+    is_certain: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to run. `n` choices are n requests that differ in `choice_index`."""
 
@@ -138,6 +151,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     grammar: GrammarSpec | None = None
+    reasoning: Reasoning | None = None  # None: the answer begins at once
     logprobs: LogprobOptions = field(default_factory=LogprobOptions)
     choice_index: int = 0  # part of the random stream: (seed, choice_index, position)
     namespace: tuple[str, ...] = ()  # prefixes are shared inside one namespace only
@@ -146,6 +160,11 @@ class Request:
     program: str = ""  # the run of a program it is a call of; "": none
     deadline_s: float | None = None  # seconds after submission
     hint: ReuseHint = field(default_factory=ReuseHint)
+
+    @property
+    def reasoning_end(self) -> str:
+        """The text behind which the answer begins; empty: at once."""
+        return "" if self.reasoning is None else self.reasoning.end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,6 +350,12 @@ def check_request(request: Request, info: EngineInfo) -> None:
     if start is not None and not 0 <= start <= num_prompt:
         raise _out_of_range("logprob_start_len", start, f"0..{num_prompt}")
     _check_hint(request.hint, num_prompt)
+    if request.reasoning is not None:
+        if not request.reasoning.end:
+            raise RequestError("reasoning_end: may not be empty", field="reasoning_end")
+        for text in (request.reasoning.end, request.reasoning.start):
+            limit = limits.max_stop_length
+            _check_count("reasoning_end", len(text), limit, unit="characters")
     if request.deadline_s is not None and not request.deadline_s > 0:
         raise _out_of_range("deadline_s", request.deadline_s, "> 0")
 

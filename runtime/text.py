@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from codecs import utf_8_decode
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from palmette.constrained.vocabulary import Vocabulary
 
@@ -40,9 +40,19 @@ class Detokenizer:
 
     __slots__ = ("_pending", "_skipped", "_token_bytes")
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special: bool = True) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        skip_special: bool = True,
+        shown: Collection[str] = (),
+    ) -> None:
+        """`shown`: special tokens that are not left out."""
         self._token_bytes = vocabulary.token_bytes
         self._skipped = vocabulary.special_ids if skip_special else frozenset()
+        if shown:
+            kept = {text.encode() for text in shown}
+            self._skipped = frozenset(i for i in self._skipped if self._token_bytes[i] not in kept)
         self._pending = b""  # at most three bytes: the beginning of a character
 
     def push(self, token_ids: Iterable[int]) -> str:
