@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from .vocabulary import Vocabulary
 
 _MAX_TOKENS = 1024
 _NUM_WALKS = 4
+_MAX_LAID_STEPS = 40
 _MAX_SEARCHED = 16  # tokens of a text for which shorter ones are looked for
 # What ends something, the more the better; then what JSON needs to get there.
 _STRING_ENDS = (b'"}]', b'"}}', b'"]}', b'"}', b'"]', b'"')
@@ -26,6 +28,20 @@ _CLOSING = (b"}]}", b"]}}", b"}}}", b"}}", b"]]", b"]}", b"}]", b"}", b"]", b'"'
 _OPENING = (b'":', b"0", b"1", b":", b",", b"null", b"{}", b"[]", b"{", b"[")
 _IN_STRINGS = b"aeqx"  # no value begins with them
 _LETTERS = b"a0-1:.T9Z5 @2be/"
+
+
+@runtime_checkable
+class LaidOutState(GrammarState, Protocol):
+    """An engine's state whose blanks something else decides, see `layout`."""
+
+    @property
+    def inner(self) -> GrammarState: ...
+
+    def laid_out(self, ids: Sequence[int] | None) -> list[int] | None:
+        """A way of `inner` with the blanks that are asked for from here."""
+        ...
+
+    def fork(self) -> LaidOutState: ...
 
 
 @lru_cache(maxsize=4)
@@ -58,6 +74,8 @@ class Closer:
         `banned` ids may not come first. `state` is not changed. Raises the GrammarError of an
         engine at its limits.
         """
+        if isinstance(state, LaidOutState):
+            return self._way_in_layout(state, max_tokens, banned)
         limit = min(max_tokens, _MAX_TOKENS)
         for walk in range(_NUM_WALKS):
             # Spelt canonically a way has fewer tokens than it was walked with.
@@ -67,6 +85,30 @@ class Closer:
             ids = self._shorter(state, ids, banned)
             if len(ids) <= limit:
                 return ids
+        return None
+
+    def _way_in_layout(
+        self, state: LaidOutState, max_tokens: int, banned: Collection[int]
+    ) -> list[int] | None:
+        """A way of the engine's grammar with the blanks of the layout; where that asks for more
+        than the grammar does, a few tokens are walked first."""
+        fork = state.fork()
+        ids: list[int] = []
+        row = np.zeros(self._vocabulary.mask_words, np.int32)
+        for _ in range(_MAX_LAID_STEPS):
+            rest = fork.laid_out(self.way_out(fork.inner, max_tokens))
+            way = None if rest is None else [*ids, *rest]
+            is_free = bool(way) and way is not None and way[0] not in banned
+            if way is not None and (is_free or not banned) and len(way) <= max_tokens:
+                if self.leads_out(state, way):
+                    return way
+            fork.fill(row)
+            for banned_id in banned if not ids else ():
+                row[banned_id >> 5] &= ~np.uint32(1 << (banned_id & 31)).view(np.int32)
+            chosen = self._choose(row, 0, random.Random(0))  # noqa: S311
+            if chosen is None or not fork.accept(chosen):
+                return None
+            ids.append(chosen)
         return None
 
     def shortest(self, state: GrammarState, max_tokens: int) -> list[int] | None:

@@ -22,14 +22,15 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from .backend import MaskRow
+from .backend import CompiledGrammar, MaskRow
 from .budget import Closer, closer_of
+from .layout import LayoutGrammar
 from .limits import GrammarLimits
 from .llguidance_grammar import GrammarText, grammar_text, in_any_order, locate, widened
 from .llguidance_tags import tag_text
 from .masks import allowed_ids, is_allowed, row_of
 from .messages import reason
-from .spec import ConstraintIssue, GrammarError, GrammarKind, GrammarSpec, KeyOrder
+from .spec import ConstraintIssue, GrammarError, GrammarKind, GrammarSpec, KeyOrder, Whitespace
 from .vocabulary import Vocabulary
 
 _LIMITS = llguidance.LLParserLimits(
@@ -223,7 +224,18 @@ class LLGuidanceBackend:
     def close(self) -> None:
         """Nothing was started."""
 
-    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> LLGuidanceGrammar:
+    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
+        grammar = self._compile(spec, vocabulary)
+        if spec.whitespace is not Whitespace.INDENT:
+            return grammar
+        return LayoutGrammar(grammar, vocabulary, spec.indent)
+
+    def _compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> LLGuidanceGrammar:
+        if spec.kind is GrammarKind.STRUCTURAL_TAG and spec.whitespace is Whitespace.INDENT:
+            raise GrammarError(
+                "whitespace: indent is not supported in a structural tag",
+                suggestion="use bounded, compact or flexible",
+            )
         shared = self._shared_for(vocabulary)
         matcher, text = self._prepared(spec, shared)
         num_states = _warm(matcher, shared, spec)

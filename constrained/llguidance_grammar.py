@@ -18,6 +18,7 @@ import llguidance
 from .choices import read_options
 from .closing import close_objects
 from .gbnf import gbnf_to_lark
+from .layout import WHITESPACE_PATTERN
 from .limits import GrammarLimits
 from .lowering import Lowering
 from .messages import reason, refuse_surrogates
@@ -275,7 +276,7 @@ def _json_options(whitespace: Whitespace) -> dict[str, Json]:
         case Whitespace.FLEXIBLE:
             return {"whitespace_flexible": True}
         case Whitespace.INDENT:
-            raise GrammarError("whitespace: indent is not supported yet")
+            return {"whitespace_pattern": WHITESPACE_PATTERN}  # the rest is for `layout`
 
 
 def _json_grammar(document: dict[str, Json], options: dict[str, Json]) -> str:
