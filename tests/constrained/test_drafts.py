@@ -55,9 +55,7 @@ def behind(
     return state
 
 
-def draft(
-    grammar: CompiledGrammar, rng: random.Random, start: GrammarState, size: int
-) -> list[int]:
+def draft(rng: random.Random, start: GrammarState, size: int) -> list[int]:
     """Mostly legal ids from `start` on."""
     state, ids = start.fork(), list[int]()
     row = np.zeros(mask_words(352), np.int32)
