@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from running_server import RunningServer
+from running_server import RunningServer, events
 
+import palmette as pm
 from palmette.constrained.spec import (
     Additional,
     Formats,
@@ -181,3 +182,86 @@ def test_a_refused_schema_is_data(server: RunningServer) -> None:
             assert (error["pointer"], error["keyword"]) == ("/properties/a/$ref", "$ref")
             assert "never fetched" in error["reason"]
             assert "lenient" in error["suggestion"]
+
+
+WEAK: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"$ref": "https://example.com/a"}, "b": {"const": 7}},
+    "required": ["b"],
+    "additionalProperties": False,
+}
+REASON = "$ref 'https://example.com/a' is not in the schema; remote schemas are never fetched"
+WARNINGS = [{"pointer": "/properties/a/$ref", "keyword": "$ref", "reason": REASON}]
+LENIENT: dict[str, Any] = {"json": WEAK, "policy": "lenient"}
+OPENAI: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100}),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 100}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), OPENAI)
+def test_what_was_weakened_is_told_next_to_usage(
+    server: RunningServer, path: str, body: dict[str, Any]
+) -> None:
+    answer = server.post(path, {**body, "n": 2, "structured_outputs": LENIENT}).json()
+    assert answer["constraint_warnings"] == WARNINGS
+    assert answer["usage"]["completion_tokens"] > 0
+    strict = {**body, "structured_outputs": {"json": {"const": 7}, "policy": "lenient"}}
+    assert "constraint_warnings" not in server.post(path, strict).json()
+
+
+@pytest.mark.parametrize(("path", "body"), OPENAI)
+@pytest.mark.parametrize("with_usage", [False, True])
+def test_what_was_weakened_is_told_in_the_last_chunk(
+    server: RunningServer, path: str, body: dict[str, Any], with_usage: bool
+) -> None:
+    body = {**body, "structured_outputs": LENIENT, "stream": True}
+    if with_usage:
+        body["stream_options"] = {"include_usage": True}
+    chunks = events(server.stream(path, body))
+    assert chunks[-1]["constraint_warnings"] == WARNINGS
+    assert bool(chunks[-1].get("usage")) == with_usage
+    told = [chunk for chunk in chunks if "constraint_warnings" in chunk]
+    assert len(told) == 1 + with_usage
+
+
+def test_what_was_weakened_is_in_the_meta_information(server: RunningServer) -> None:
+    sampling = {"json_schema": WEAK, "policy": "lenient", "max_new_tokens": 100}
+    meta = server.generate(text="x", sampling_params=sampling)["meta_info"]
+    assert meta["constraint_warnings"] == WARNINGS
+    batch = server.generate(
+        text=["x", "y"], sampling_params=[sampling, {"max_new_tokens": 2, "regex": "a"}]
+    )
+    told = [answer["meta_info"].get("constraint_warnings") for answer in batch]
+    assert told == [WARNINGS, None]
+    body = {"text": "x", "sampling_params": sampling, "stream": True}
+    last = events(server.stream("/generate", body))[-1]
+    assert last["meta_info"]["constraint_warnings"] == WARNINGS
+
+
+def test_programs_are_told_too(server: RunningServer) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen("a", json_schema=WEAK, policy="lenient", max_tokens=100)
+
+    @pm.function
+    def refused(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen("a", json_schema=WEAK, max_tokens=100)
+
+    backend = pm.RuntimeEndpoint(server.url)
+    try:
+        meta = program.run(backend=backend).get_meta_info("a")
+        assert meta["constraint_warnings"] == WARNINGS
+        state = refused.run(backend=backend)
+        with pytest.raises(pm.ProgramError) as caught:
+            state["a"]
+        issue = caught.value.issue
+        assert issue is not None
+        assert (issue.pointer, issue.keyword, issue.reason) == (
+            "/properties/a/$ref",
+            "$ref",
+            REASON,
+        )
+        assert issue.suggestion is not None and "$defs" in issue.suggestion
+    finally:
+        backend.close()
