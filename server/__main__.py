@@ -23,6 +23,7 @@ from .bench_options import add_arguments as add_bench_arguments
 from .bench_options import add_kernel_arguments
 from .config import ServerConfig, UserError
 from .plan_options import add_arguments as add_plan_arguments
+from .schema_options import add_arguments as add_schema_arguments
 
 USER_ERROR = 2
 
@@ -201,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     schemas = schema.add_subparsers(dest="schema", required=True, metavar="WHAT")
     check_text = "how a JSON Schema is enforced: exactly, with checks at run time, or not at all"
     check = schemas.add_parser("check", help=check_text, description=check_text)
-    check.add_argument("file", type=Path, help="a JSON Schema; - reads standard input")
+    add_schema_arguments(check)
     cache = add("cache", _cache, "look after a directory of the prefix cache")
     actions = cache.add_subparsers(dest="cache", required=True, metavar="WHAT")
     for name, cache_text in _CACHE_HELP.items():
@@ -382,7 +383,7 @@ def _bench(options: argparse.Namespace) -> int:
 def _schema(options: argparse.Namespace) -> int:
     from .schema_check import check
 
-    return check(options.file)
+    return check(options)
 
 
 def _cache(options: argparse.Namespace) -> int:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 import socket
 import subprocess
 import sys
@@ -37,13 +39,48 @@ def test_schema_check_names_the_verdict_and_what_is_checked(
     assert lines[0] == "verdict: exact with checks at run time"
     assert lines[1].startswith("checked: /uniqueItems: ")
     assert lines[2].startswith("note: /items/format: ")
-    assert lines[3] == "shortest text: 2 bytes"
+    assert lines[3].startswith("shortest text: 2 bytes")
+    assert re.fullmatch(r"cost: \S+ ms to compile, \S+ ms to the first mask, \d+ KiB .*", lines[4])
     path.write_text('{"type": "integer"}')
     assert cli.main(["schema", "check", str(path)]) == 0
     assert capsys.readouterr().out.startswith("verdict: exact\n")
     path.write_text('{"$ref": "https://example.com/a"}')
     assert cli.main(["schema", "check", str(path)]) == 1
-    assert "(at /$ref)" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "verdict: refused" and lines[2:4] == ["pointer: /$ref", "keyword: $ref"]
+    assert lines[4].startswith("suggestion: ")
+
+
+def test_schema_check_weakens_when_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text('{"items": {"$ref": "https://example.com/a"}}')
+    assert cli.main(["schema", "check", "--policy", "lenient", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "verdict: weakened"
+    assert lines[1].startswith("weakened: /items/$ref: $ref 'https://example.com/a' is not")
+
+
+def test_schema_check_of_several_files_as_lines_and_as_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ['{"const": "abc"}', '{"uniqueItems": true}', "{"]
+    paths = [str(tmp_path / f"{i}.json") for i in range(3)]
+    for path, text in zip(paths, texts, strict=True):
+        Path(path).write_text(text)
+    assert cli.main(["schema", "check", *paths]) == 1
+    out = capsys.readouterr().out
+    assert out.endswith("\n3 schemas: 1 exact, 1 exact with checks at run time, 1 refused\n")
+    assert [f"file: {path}" in out.splitlines() for path in paths] == [True] * 3
+    assert cli.main(["schema", "check", "--json", *paths[:2]]) == 0
+    first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (first["verdict"], first["shortest_tokens"], first["forced_share"]) == ("exact", 5, 1.0)
+    assert second["checked"][0]["pointer"] == "/uniqueItems"
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"enum": [1, 12]}'))
+    assert cli.main(["schema", "check", "--json", "--whitespace", "compact", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["file"], told["shortest_tokens"], told["forced_share"]) == ("-", 1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +95,8 @@ def test_schema_check_names_the_verdict_and_what_is_checked(
             ["schema", "check", "/no/schema"],
             "/no/schema: no such file; give a JSON Schema",
         ),
+        (["schema", "check", "--order", "x", "-"], "--order: 'x' is not one of declared, any"),
+        (["schema", "check", "--model", "/no/such/model", "-"], "does not exist"),
         (["cache", "import", "/no", "/no/a.tar"], "/no/a.tar: no such file; give a tar file"),
         (["run", "/no/such/program.py"], "no such file"),
         (["pull", "no-such-model"], "no-such-model"),
