@@ -37,12 +37,16 @@ from .program import Given, Program
 class Arguments:
     """What a run of a program was given."""
 
-    def __init__(self, program: Program, given: Mapping[str, object]) -> None:
-        """
+    def __init__(
+        self, program: Program, given: Mapping[str, object], *, max_chars: int | None = None
+    ) -> None:
+        """`max_chars`: of all texts that are written with them together.
+
         Raises:
             TypeError: an argument is missing.
         """
         self._program = program.name
+        self._max_chars = self._chars_left = max_chars
         self.values: dict[str, object] = {}
         for parameter in program.parameters:
             if parameter.name in given:
@@ -57,17 +61,27 @@ class Arguments:
 
         Raises:
             TypeError: an argument that is appended as it is is no text.
+            ValueError: there are too many characters.
         """
         assert isinstance(slot, Slot)  # others are refused where only arguments may stand
         value = self.values[slot.argument]
         if slot.form is not None:
-            return format(value, slot.form)
+            return self._counted(format(value, slot.form))
         if not isinstance(value, str):
             raise TypeError(
                 f"{self._program}(): the argument {slot.argument!r} is appended to a state, which "
                 f"takes text, not {type(value).__name__} ({value!r:.60}); use str() or an f-string"
             )
-        return value
+        return self._counted(value)
+
+    def _counted(self, text: str) -> str:
+        if self._chars_left is not None:
+            self._chars_left -= len(text)
+            if self._chars_left < 0:
+                raise ValueError(
+                    f"arguments: the texts written with them exceed {self._max_chars} characters"
+                )
+        return text
 
 
 def bind(

@@ -12,12 +12,13 @@ from .binding import Arguments, bind, bound_value
 from .expressions import RunDefaults
 from .host import Host
 from .interpreter import Interpreter
-from .ir import Call, Extend, Gen, Insert, Node, Quote, Select, Template
+from .ir import Call, Extend, Gen, Node, Select
+from .outcome import Outcome
 from .outlook import BatchStart
 from .passes import critical_path
-from .placeholders import fill
-from .program import Item, Program
+from .program import Program
 from .programs import run_together
+from .served import RunsPrograms, can_be_sent, serve_program
 from .session import Session
 from .state import ProgramState
 from .trace import Reading, Recorder
@@ -46,23 +47,8 @@ class CompiledState(ProgramState):
         return self._resolve(self._result)
 
     def _resolve(self, binding: object) -> object:
-        match binding:
-            case Item():
-                return self._host.reading.result(binding.value).value[binding.which]  # type: ignore[index]
-            case Template():
-                return fill(binding, self._text_of)
-            case dict():
-                return {key: self._resolve(item) for key, item in binding.items()}
-            case tuple() if type(binding) is tuple:
-                return tuple(map(self._resolve, binding))
-            case _:
-                return super()._resolve(binding)
-
-    def _text_of(self, part: object) -> str:
-        if isinstance(part, Insert):
-            return self._host.reading.result(part.value).inserted(part.which)
-        assert isinstance(part, Quote)
-        return self._host.reading.text(part.tip, part.base)
+        reading = self._host.reading
+        return Outcome(reading.result, reading.text).read(binding)
 
 
 def run_program(
@@ -79,9 +65,9 @@ def run_program(
         TypeError: an argument is missing, or nothing takes it.
     """
     arguments, defaults = _split(program, given)
-    return _start(
-        program, Arguments(program, arguments), defaults, session_of(backend), eager=eager
-    )
+    session = session_of(backend)
+    every = Arguments(program, arguments)
+    return _start(program, every, defaults, session, eager=eager, stream=stream)
 
 
 def run_program_batch(
@@ -138,18 +124,25 @@ def _start(
     session: Session,
     *,
     eager: bool = False,
+    stream: bool = False,
     batch: BatchStart | None = None,
 ) -> ProgramState:
-    nodes = bind(program, arguments, defaults, session.chat)
-    reading: Reading
-    if eager:
-        reading = _interpreted(nodes, session)
-    else:
-        reading = Recorder(session, batch, critical_path(nodes))
-        for node in nodes:
-            reading.append(node)
+    reading: Reading | None = None
+    client = session.client
+    if not eager and isinstance(client, RunsPrograms) and can_be_sent(arguments):
+        reading = serve_program(client, program, arguments, defaults, session, stream=stream)
+    if reading is None:
+        nodes = bind(program, arguments, defaults, session.chat)
+        reading = _interpreted(nodes, session) if eager else _recorded(nodes, session, batch)
     host = Host(reading=reading, session=session, chat=lambda: session.chat, defaults=defaults)
     return CompiledState(program, arguments, host)
+
+
+def _recorded(nodes: Sequence[Node], session: Session, batch: BatchStart | None) -> Recorder:
+    reading = Recorder(session, batch, critical_path(nodes))
+    for node in nodes:
+        reading.append(node)
+    return reading
 
 
 def _interpreted(nodes: Sequence[Node], session: Session) -> Interpreter:

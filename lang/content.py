@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-from palmette.runtime.client import EngineClient
 from palmette.runtime.request import EngineInfo, Finish
 from palmette.runtime.text import well_formed
 
@@ -151,6 +150,16 @@ _LINE_START = re.compile(r"(?<=\S\n)(?=[^\W_])")
 _PROBES = ("a\nb", "A word.\nAnother one", "x:\n1 2", "end\n\nnew\nx\ny")
 
 
+class TextCoder(Protocol):
+    """As much of an EngineClient as an encoder asks of it."""
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def info(self) -> EngineInfo: ...
+
+
 @runtime_checkable
 class ManyTexts(Protocol):
     """A client for which one call with many texts costs less than many calls."""
@@ -170,7 +179,7 @@ class Encoder:
     _PIECE = 256  # characters
     _CAPACITY = 8_000_000  # characters remembered; the oldest go first
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: TextCoder) -> None:
         self._client = client
         self._pieces: dict[tuple[str, bool], list[int]] = {}
         self._num_chars = 0

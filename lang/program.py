@@ -158,7 +158,11 @@ class Program:
         Raises:
             ValueError: something in it has no form outside of this process; names it.
         """
-        from .program_json import encode
+        return self._json
+
+    @cached_property
+    def _json(self) -> bytes:
+        from .program_json import encode  # it needs this class
 
         return encode(self)
 

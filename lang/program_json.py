@@ -207,7 +207,8 @@ def _gen_parameters(arguments: GenArguments) -> msgspec.Struct:
         values["grammar"] = {
             field.name: getattr(grammar, field.name) for field in fields(grammar)
         } | {"source": msgspec.to_builtins(_parts(grammar.source))}
-    return GenParameters(**values)
+    # Through msgspec: 0 becomes 0.0 where a float stands, so equal programs have equal texts.
+    return msgspec.convert(msgspec.to_builtins(GenParameters(**values)), GenParameters)
 
 
 def _parts(text: str) -> Parts:

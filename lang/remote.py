@@ -32,6 +32,8 @@ from palmette.runtime.request import (
 from palmette.runtime.text import well_formed
 
 from .errors import BackendError
+from .program import Program
+from .served import RunRequest
 from .sse import DONE, data_lines_async
 from .wire import MAX_TEXTS, Batch, batches_of, engine_info, error_of, error_of_event
 
@@ -75,6 +77,9 @@ class HttpClient:
         self._streams = asyncio.Semaphore(_MAX_STREAMS)
         self._jobs: set[asyncio.Task[None]] = set()  # streams and aborts
         self._batches: dict[str, tuple[Batch, asyncio.Task[None]]] = {}  # by unfinished request
+        self._runs: dict[str, asyncio.Task[None]] = {}  # of programs, by their request
+        self._programs: set[str] = set()  # that the server has
+        self._runs_programs = True  # as far as known
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="palmette-http", daemon=True
         )
@@ -83,9 +88,12 @@ class HttpClient:
     # EngineClient
 
     def submit(self, requests: Sequence[Request]) -> None:
-        batches = list(batches_of(requests))
+        batches = list(batches_of([one for one in requests if not isinstance(one, RunRequest)]))
         self._open.update(request.request_id for request in requests)
         self._loop.call_soon_threadsafe(self._start, batches)
+        for request in requests:
+            if isinstance(request, RunRequest):
+                self._loop.call_soon_threadsafe(self._start_run, request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Does not wait for the server; what it makes of it shows in the outputs."""
@@ -157,12 +165,81 @@ class HttpClient:
         self._thread.join()
         self._loop.close()
 
+    # Programs
+
+    def takes_program(self, program: Program) -> bool:
+        """Whether the server runs this program; registers it there, once."""
+        if not self._runs_programs or getattr(self, "chat_template_name", None) is not None:
+            return False
+        try:
+            if program.id in self._programs:
+                return True
+            self._post("/v1/programs", program.to_json())
+        except _Refused as error:
+            self._runs_programs = error.status not in (404, 405)
+            return False
+        except (BackendError, ValueError):
+            return False  # what cannot be reached says so to the first call; a host function
+        self._programs.add(program.id)
+        return True
+
+    def _start_run(self, request: RunRequest) -> None:
+        job = self._add_job(self._run_program(request))
+        self._runs[request.request_id] = job
+        job.add_done_callback(lambda _: self._runs.pop(request.request_id, None))
+
+    async def _run_program(self, request: RunRequest) -> None:
+        failure = ErrorInfo(code="unreachable", message="the server ended the stream too early")
+        try:
+            async with self._streams:
+                try:
+                    is_over = await self._read_run(request)
+                except _Refused as error:
+                    if error.status != 404:
+                        raise
+                    await self._call_async("POST", "/v1/programs", request.program_json)
+                    is_over = await self._read_run(request)
+                if is_over:
+                    return
+        except asyncio.CancelledError as error:
+            message = str(error) or "the client was closed"
+            self._arrived.put(request.failed(ErrorInfo(code="abort", message=message)))
+            raise
+        except httpx.HTTPError as error:
+            failure = ErrorInfo(code="unreachable", message=unreachable(self.base_url, error))
+        except _Refused as error:
+            failure = error.info
+        except Exception as error:  # the fault boundary of one run: whoever polls must hear
+            message = f"the answer of {self.base_url} is not understood: {error!r}"
+            failure = ErrorInfo(code="http", message=message)
+        self._arrived.put(request.failed(failure))
+
+    async def _read_run(self, request: RunRequest) -> bool:
+        """Pass events on; True when the run is complete."""
+        path = f"/v1/programs/{request.program_id}/run"
+        async with self._client.stream(
+            "POST", path, timeout=self._timeout, **_json(request.body)
+        ) as response:
+            if response.status_code != 200:
+                await response.aread()
+                raise _Refused(response.status_code, error_of(response.content))
+            async for event in _events(response):
+                if "error" in event and "event" not in event:
+                    raise _Refused(200, error_of_event(event))
+                output = request.output(event)
+                self._arrived.put(output)
+                if output.finish is not None:
+                    return True
+        return False
+
     # Calls that do not generate
 
-    def _post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
+    def _post(self, path: str, body: Mapping[str, object] | bytes) -> dict[str, Any]:
         return self._call("POST", path, body)
 
-    def _call(self, method: str, path: str, body: Mapping[str, object] | None) -> dict[str, Any]:
+    def _call(
+        self, method: str, path: str, body: Mapping[str, object] | bytes | None
+    ) -> dict[str, Any]:
         """One call and its JSON answer.
 
         Raises:
@@ -171,7 +248,7 @@ class HttpClient:
         return self._run(self._call_async(method, path, body))
 
     async def _call_async(
-        self, method: str, path: str, body: Mapping[str, object] | None
+        self, method: str, path: str, body: Mapping[str, object] | bytes | None
     ) -> dict[str, Any]:
         try:
             response = await self._client.request(method, path, **_json(body))
@@ -212,6 +289,8 @@ class HttpClient:
     def _start_abort(self, request_ids: Sequence[str]) -> None:
         jobs: dict[asyncio.Task[None], tuple[Batch, list[str]]] = {}
         for request_id in request_ids:
+            if request_id in self._runs:
+                self._runs[request_id].cancel("the program was aborted")
             if request_id in self._batches:
                 batch, job = self._batches[request_id]
                 jobs.setdefault(job, (batch, []))[1].append(request_id)
@@ -323,10 +402,12 @@ class _Refused(BackendError):
         self.info = info
 
 
-def _json(body: Mapping[str, object] | None) -> dict[str, Any]:
+def _json(body: Mapping[str, object] | bytes | None) -> dict[str, Any]:
     """What httpx's `json=` sends, with unpaired surrogates replaced as an engine would."""
     if body is None:
         return {}
+    if isinstance(body, bytes):
+        return {"content": body, "headers": {"content-type": "application/json"}}
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return {
         "content": well_formed(text).encode(),

@@ -183,10 +183,12 @@ class Recorder(NodeMaker):
         session: Session,
         batch: BatchStart | None = None,
         ranks: Mapping[ValueId, int] | None = None,
+        run: ProgramRun | None = None,
     ) -> None:
+        """`run`: who runs the nodes, if not the session's client call by call."""
         super().__init__()
         self.session = session
-        self.run = ProgramRun(
+        self.run = run or ProgramRun(
             root=session.root,
             encoder=session.encoder,
             run_id=session.new_run_id(),

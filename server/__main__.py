@@ -78,6 +78,8 @@ _SERVER_HELP = {
     "max_tools": "tools of one chat",
     "max_salt_length": "characters of cache_salt and extra_key",
     "max_rid_length": "characters of a request's id",
+    "max_program_calls": "requests that one run of a program may make",
+    "program_cache_bytes": "size of the registered programs that are kept",
     "request_timeout_s": "queueing and generation of one request",
     "drain_timeout_s": "what running requests get after SIGTERM",
     "heartbeat_limit_s": "no sign of the engine for longer: not ready",

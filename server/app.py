@@ -14,13 +14,14 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import admin_api, cache_api, generate_api, openai_api
+from . import admin_api, cache_api, generate_api, openai_api, programs_api
 from .auth import KeyRing
 from .calls import Call, CallTable
 from .config import ServerConfig
 from .context import ServerContext, context_of
 from .errors import ApiError, internal, unavailable
 from .metrics import ServerMetrics
+from .program_store import ProgramStore
 from .remote_engine import AsyncEngine, EngineUnavailable
 from .respond import JsonBody
 from .text_service import Codec, TextService
@@ -43,6 +44,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, codec: Codec) -> FastA
         keys=KeyRing(config.api_keys, config.admin_api_keys),
         calls=calls,
         metrics=ServerMetrics(),
+        programs=ProgramStore(config.program_cache_bytes, codec),
     )
     calls.on_close = lambda call: _observe(context.metrics, call)
     app = FastAPI(
@@ -58,8 +60,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig, codec: Codec) -> FastA
         },
     )
     app.state.palmette = context
-    for router in (openai_api.router, generate_api.router, admin_api.router, cache_api.router):
-        for route in router.routes:
+    for module in (openai_api, generate_api, admin_api, cache_api, programs_api):
+        for route in module.router.routes:
             if isinstance(route, APIRoute):
                 _add_route(app, route, config)
     app.add_middleware(Boundary, metrics=context.metrics)

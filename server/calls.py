@@ -111,11 +111,7 @@ class Call:
             CallEnded: when the client is gone.
             ApiError: when one of the requests ended in an error.
         """
-        remaining = self._give_up - time.monotonic()
-        if remaining <= 0:
-            self._stream.fail(ErrorInfo(code="deadline", message="the request took too long"))
-        wait_s = remaining if timeout_s is None else min(timeout_s, remaining)
-        outputs = merged(await self._stream.next(max(wait_s, 0.0)))
+        outputs = merged(await self._stream.next(self._wait_s(timeout_s)))
         if outputs and self.first_output is None:
             self.first_output = time.monotonic()
         result = []
@@ -126,6 +122,13 @@ class Call:
             choice.add(output)
             result.append((choice, output))
         return result
+
+    def _wait_s(self, timeout_s: float | None) -> float:
+        """How long to wait; after the deadline what is unfinished fails."""
+        remaining = self._give_up - time.monotonic()
+        if remaining <= 0:
+            self._stream.fail(ErrorInfo(code="deadline", message="the request took too long"))
+        return max(remaining if timeout_s is None else min(timeout_s, remaining), 0.0)
 
     def check_client(self) -> None:
         """Raises CallEnded when the client is gone."""
@@ -173,6 +176,46 @@ def _joined(group: Sequence[Output]) -> Output:
         logprobs=tuple(itertools.chain.from_iterable(o.logprobs for o in group)),
         prompt_logprobs=next((o.prompt_logprobs for o in group if o.prompt_logprobs), ()),
     )
+
+
+class ProgramCall(Call):
+    """A run of a program: requests are added while it goes on."""
+
+    def __init__(
+        self,
+        call_id: str,
+        engine: AsyncEngine,
+        request_ids: list[str],
+        *,
+        timeout_s: float,
+        on_close: Callable[[Call], None],
+    ):
+        stream = OutputStream([], engine.abort)
+        super().__init__(call_id, [], stream, names={}, timeout_s=timeout_s, on_close=on_close)
+        self._engine = engine
+        self._request_ids = request_ids  # the table's: by these the owner may stop the call
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Send more.
+
+        Raises:
+            EngineUnavailable: the engine cannot take requests.
+        """
+        self.check_client()
+        if requests:
+            self._request_ids += [request.request_id for request in requests]
+            self._engine.submit(requests, self._stream)
+
+    async def outputs(self, timeout_s: float) -> list[Output]:
+        """What is new, at most one Output per request; [] after the timeout.
+
+        Raises:
+            CallEnded: when the client is gone.
+        """
+        outputs = merged(await self._stream.next(self._wait_s(timeout_s)))
+        if outputs and self.first_output is None:
+            self.first_output = time.monotonic()
+        return outputs
 
 
 async def _watch(receive: Receive, stream: OutputStream) -> None:
@@ -231,7 +274,39 @@ class CallTable:
                 )
         entries = {(owner, rid): request_ids for rid, request_ids in rids.items()}
         entries[owner, call_id] = [request.request_id for request in requests]
+        call = Call(
+            call_id,
+            requests,
+            self._engine.submit(requests),
+            names=names,
+            timeout_s=self._timeout_s,
+            on_close=self._forgetter(entries),
+        )
+        self._enter(call, entries, receive)
+        return call
 
+    def open_program(self, call_id: str, *, owner: str, receive: Receive) -> ProgramCall:
+        """A call without requests yet."""
+        entries: dict[tuple[str, str], list[str]] = {(owner, call_id): []}
+        call = ProgramCall(
+            call_id,
+            self._engine,
+            entries[owner, call_id],
+            timeout_s=self._timeout_s,
+            on_close=self._forgetter(entries),
+        )
+        self._enter(call, entries, receive)
+        return call
+
+    def _enter(
+        self, call: Call, entries: Mapping[tuple[str, str], list[str]], receive: Receive
+    ) -> None:
+        self._calls.add(call)
+        self._idle.clear()
+        self._by_rid.update(entries)
+        call.watch(receive)
+
+    def _forgetter(self, entries: Mapping[tuple[str, str], list[str]]) -> Callable[[Call], None]:
         def forget(call: Call) -> None:
             self._calls.discard(call)
             if not self._calls:
@@ -241,19 +316,7 @@ class CallTable:
                     del self._by_rid[key]
             self.on_close(call)
 
-        call = Call(
-            call_id,
-            requests,
-            self._engine.submit(requests),
-            names=names,
-            timeout_s=self._timeout_s,
-            on_close=forget,
-        )
-        self._calls.add(call)
-        self._idle.clear()
-        self._by_rid.update(entries)
-        call.watch(receive)
-        return call
+        return forget
 
     def abort(self, owner: str, rid: str) -> bool:
         """Stop by id, which is free at once; the client gets what there is, with reason abort."""

@@ -36,6 +36,8 @@ class ServerConfig:
     max_tools: int = 128
     max_salt_length: int = 128  # characters of cache_salt and extra_key
     max_rid_length: int = 128
+    max_program_calls: int = 1024  # requests that one run of a program may make
+    program_cache_bytes: int = 64 * MIB  # programs that are kept; the least used go first
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

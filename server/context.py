@@ -20,6 +20,7 @@ from .config import ServerConfig
 from .errors import ApiError, invalid
 from .limits import Plan, TokenIds, check_rid, make_requests, salt
 from .metrics import ServerMetrics
+from .program_store import ProgramStore
 from .remote_engine import AsyncEngine, EngineState
 from .schemas import Body, parse_json, to_struct
 from .text_service import TextService
@@ -41,6 +42,7 @@ class ServerContext:
     keys: KeyRing
     calls: CallTable
     metrics: ServerMetrics
+    programs: ProgramStore
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 

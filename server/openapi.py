@@ -15,6 +15,7 @@ from .schemas import (
     DetokenizeBody,
     GenerateBody,
     PinBody,
+    ProgramRunBody,
     SamplingBody,
     TokenizeBody,
     UnpinBody,
@@ -31,9 +32,16 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/abort_request": AbortBody,
     "/cache/pin": PinBody,
     "/cache/unpin": UnpinBody,
+    "/v1/programs/{id}/run": ProgramRunBody,
 }
-_EMPTY_POSTS = ("/flush_cache", "/reset_prefix_cache", "/concate_and_append_request")
+_EMPTY_POSTS = (
+    "/v1/programs",
+    "/flush_cache",
+    "/reset_prefix_cache",
+    "/concate_and_append_request",
+)
 _GETS = (
+    "/v1/programs/{id}",
     "/health",
     "/health/live",
     "/health/ready",

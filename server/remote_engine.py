@@ -86,6 +86,12 @@ class OutputStream:
         """Requests that have not finished."""
         return self._open
 
+    def expect(self, request_ids: Sequence[str]) -> None:
+        """These were submitted too; with a client that is gone they are stopped at once."""
+        self._open.update(request_ids)
+        if self._ended:
+            self._abort(request_ids)
+
     def push(self, output: Output) -> None:
         """Add one Output; called by the engine's reader. One after the last is dropped."""
         if output.request_id not in self._open:
@@ -156,7 +162,9 @@ class AsyncEngine(Protocol):
         """Raises EngineUnavailable before the engine is ready."""
         ...
 
-    def submit(self, requests: Sequence[Request]) -> OutputStream: ...
+    def submit(
+        self, requests: Sequence[Request], stream: OutputStream | None = None
+    ) -> OutputStream: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
     async def flush_cache(self, namespace: tuple[str, ...] | None) -> bool: ...
     async def pin(
@@ -250,15 +258,20 @@ class RemoteEngine:
         """Requests that have not finished."""
         return len(self._streams)
 
-    def submit(self, requests: Sequence[Request]) -> OutputStream:
+    def submit(
+        self, requests: Sequence[Request], stream: OutputStream | None = None
+    ) -> OutputStream:
         """Send requests to be admitted together. Refusals come as Outputs with an error.
+
+        With a `stream`, their outputs come in that one.
 
         Raises:
             EngineUnavailable: when the engine is not ready.
         """
         if self._state is not EngineState.READY:
             raise EngineUnavailable(self._detail)
-        stream = OutputStream([r.request_id for r in requests], self.abort)
+        stream = stream or OutputStream([], self.abort)
+        stream.expect([request.request_id for request in requests])
         for request in requests:
             self._streams[request.request_id] = stream
         try:

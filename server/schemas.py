@@ -255,6 +255,36 @@ class AbortBody(msgspec.Struct, kw_only=True, frozen=True):
     abort_all: bool = False
 
 
+class ProgramSampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What gen() uses where the program says nothing; as the arguments of `Program.run`."""
+
+    max_new_tokens: int | None = 128
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    ignore_eos: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool = False
+
+
+class ProgramRunBody(msgspec.Struct, kw_only=True, frozen=True):
+    """A run of a registered program."""
+
+    arguments: dict[str, str | int | float | bool | None] = {}
+    sampling: ProgramSampling = ProgramSampling()
+    stream: bool = False
+    stream_text: bool = True  # of a stream: texts as they grow, and not only whole ones
+    extra_key: str = ""
+    cache_salt: str = ""
+
+
 _WRONG_TYPE = re.compile(r"^(?P<problem>.*?) - at `(?P<key>key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
 _UNKNOWN = re.compile(r"contains unknown field `(?P<name>[^`]*)`")

@@ -54,9 +54,7 @@ class TextService:
         """
         if num_characters <= info.context_length:  # no token is empty
             return
-        if not self._longest:
-            self._longest = _longest(self._vocabulary_of(info).token_bytes)
-        limit = info.context_length * self._longest
+        limit = self.max_characters(info)
         if num_characters > limit:
             raise invalid(
                 f"{name}: {num_characters} characters exceed the context of "
@@ -65,6 +63,12 @@ class TextService:
                 name,
                 "context_length_exceeded",
             )
+
+    def max_characters(self, info: EngineInfo) -> int:
+        """No longer text fits the context, whatever its tokens are."""
+        if not self._longest:
+            self._longest = _longest(self._vocabulary_of(info).token_bytes)
+        return info.context_length * self._longest
 
     async def encode(
         self, text: str, info: EngineInfo, *, parse_special: bool, name: str | None = None

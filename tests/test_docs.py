@@ -37,9 +37,22 @@ from palmette.runtime.metrics import EngineStats
 from palmette.runtime.models.registry import ARCHITECTURES
 from palmette.runtime.request import EngineInfo, Limits
 from palmette.runtime.weights import ENCODINGS
-from palmette.server import admin_api, cache_api, generate_api, metrics, openai_api
+from palmette.server import (
+    admin_api,
+    cache_api,
+    generate_api,
+    metrics,
+    openai_api,
+    programs_api,
+)
 from palmette.server.config import ServerConfig
-from palmette.server.schemas import ChatBody, CompletionBody, GenerateBody, SamplingBody
+from palmette.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    ProgramRunBody,
+    SamplingBody,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -202,7 +215,7 @@ def test_every_parameter_of_gen_is_described() -> None:
 def test_every_route_is_described() -> None:
     routes = {
         route.path
-        for module in (openai_api, generate_api, admin_api, cache_api)
+        for module in (openai_api, generate_api, admin_api, cache_api, programs_api)
         for route in module.router.routes
         if isinstance(route, APIRoute)
     }
@@ -215,6 +228,7 @@ def test_every_route_is_described() -> None:
     [
         ("OpenAI's fields", (ChatBody, CompletionBody)),
         ("SGLang's `/generate`", (GenerateBody, SamplingBody)),
+        ("Programs", (ProgramRunBody,)),
     ],
 )
 def test_every_field_is_described(heading: str, bodies: tuple[type[msgspec.Struct], ...]) -> None:

@@ -15,7 +15,15 @@ from palmette.lang.testing import FakeModel
 def everything(s: pm.ProgramState, q: str, style: str = "plain") -> object:
     s += pm.system(f"Be {style}") + pm.user(q)
     with s.assistant():
-        s += pm.gen("a", n=2, max_tokens=4, stop=["\n", f"{q}."], regex=f"{style}|[a-z ]+", seed=3)
+        s += pm.gen(
+            "a",
+            n=2,
+            max_tokens=4,
+            stop=["\n", f"{q}."],
+            regex=f"{style}|[a-z ]+",
+            seed=3,
+            temperature=0,
+        )
     with s.var_scope("b"):
         forks = s.fork(2)
         forks += lambda i: f"{i}" + pm.gen("c", json_schema={"type": "integer"}, priority=2)

@@ -1,0 +1,334 @@
+"""One run of a program where the engine is: the language's executor between HTTP and the engine.
+
+    outputs of the engine -> ProgramRun.on_output -> more requests -> engine
+                                                  -> events for the client
+
+The executor is the one that runs programs in a client's process, so the answer is the same. What
+encodes text runs in a thread: the event loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from palmette.lang.binding import Arguments, bind, bound_value
+from palmette.lang.calls import Result
+from palmette.lang.content import Content, start, text_of
+from palmette.lang.errors import ProgramError
+from palmette.lang.executor import CallRecord, ProgramRun
+from palmette.lang.expressions import RunDefaults
+from palmette.lang.ir import Gen, Node, Select, StateId, ValueId
+from palmette.lang.outcome import Outcome
+from palmette.lang.passes import critical_path
+from palmette.lang.program import Program
+from palmette.lang.streams import Issue, Later
+from palmette.runtime.request import (
+    ErrorInfo,
+    Finish,
+    FinishReason,
+    Output,
+    Request,
+    RequestError,
+    check_request,
+)
+
+from .auth import Owner
+from .calls import ProgramCall
+from .context import ServerContext
+from .errors import invalid
+from .limits import MAX_PRIORITY
+from .sse import HEARTBEAT, event
+
+Event = dict[str, Any]
+
+
+class ServedRun:
+    """A run under way. `events` drives it; `answer` tells what came of it."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        owner: Owner,
+        program: Program,
+        *,
+        namespace: tuple[str, ...],
+        max_chars: int,
+    ) -> None:
+        self._context = context
+        self._owner = owner
+        self._program = program
+        self._namespace = namespace
+        self._max_chars = max_chars
+        self._variables: dict[str, object] = {}
+        self._result: object = None
+        self._open: dict[ValueId, Gen | Select] = {}
+        self._later: list[tuple[float, Request]] = []  # when it goes out
+        self._sent: dict[ValueId, int] = {}  # characters of a text that grows
+
+    async def begin(self, call_id: str, given: Mapping[str, object], defaults: RunDefaults) -> None:
+        """Fill the program in.
+
+        Raises:
+            ApiError: 400, an argument is missing or wrong, or a limit is exceeded.
+        """
+        context = self._context
+        encoder = context.programs.encoder(context.info)
+        try:
+            nodes, arguments = await self._in_thread(lambda: self._bound(given, defaults))
+        except (ValueError, TypeError) as error:
+            raise invalid(str(error), getattr(error, "field", None) or "arguments") from None
+        self._run = ProgramRun(
+            root=start(context.info),
+            encoder=encoder,
+            run_id=call_id,
+            ranks=critical_path(nodes),
+            max_chars=self._max_chars,
+        )
+        for node in nodes:
+            self._run.append(node)
+            if isinstance(node, Gen | Select):
+                self._open[node.value] = node
+        self._variables, self._result = arguments
+
+    def _bound(
+        self, given: Mapping[str, object], defaults: RunDefaults
+    ) -> tuple[list[Node], tuple[dict[str, object], object]]:
+        program, context = self._program, self._context
+        unknown = next((name for name in given if name not in program.arg_names), None)
+        if unknown is not None:
+            raise ValueError(f"arguments: {program.name}() has no argument {unknown!r:.60}")
+        arguments = Arguments(program, given, max_chars=self._max_chars)
+        nodes = bind(program, arguments, defaults, context.programs.chat(context.info))
+        _check(nodes, context)
+        variables = {name: bound_value(v, arguments) for name, v in program.variables.items()}
+        return nodes, (variables, bound_value(program.result, arguments))
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        threads = self._context.programs.threads
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    # Driving
+
+    async def events(self, call: ProgramCall, *, with_text: bool) -> AsyncIterator[Event | None]:
+        """What happens, until all is done; None where nothing does for a while.
+
+        Raises:
+            CallEnded: the client is gone.
+        """
+        run, heartbeat_s = self._run, self._context.config.sse_heartbeat_s
+        call.submit(await self._admitted(self._due(await self._in_thread(run.start))))
+        for done in self._finished():
+            yield done
+        while not run.is_done:
+            outputs = await call.outputs(min(heartbeat_s, self._pause_s()))
+            if not outputs and not self._later:
+                yield None
+            issues: list[Issue] = []
+            for output in outputs:
+                issues += await self._take(output)
+            call.submit(await self._admitted(self._due(issues)))
+            if with_text:
+                for grown in self._grown():
+                    yield grown
+            if any(output.finish is not None for output in outputs):
+                for done in self._finished():
+                    yield done
+
+    def _due(self, issues: Sequence[Issue]) -> list[Request]:
+        """Requests that go out now; others are kept for later."""
+        now = time.monotonic()
+        self._later += [
+            (now + one.after_s, one.request) for one in issues if isinstance(one, Later)
+        ]
+        due = [request for when, request in self._later if when <= now]
+        self._later = [(when, request) for when, request in self._later if when > now]
+        return [one for one in issues if not isinstance(one, Later)] + due
+
+    def _pause_s(self) -> float:
+        """Until the first of those."""
+        first = min((when for when, _ in self._later), default=math.inf)
+        return max(first - time.monotonic(), 0.0)
+
+    async def _take(self, output: Output) -> list[Issue]:
+        if output.finish is None:
+            return self._run.on_output(output)  # nothing is encoded
+        new: list[Issue] = await self._in_thread(lambda: self._run.on_output(output))
+        return new
+
+    async def _admitted(self, requests: Sequence[Request]) -> list[Request]:
+        """Requests as this server sends them; one that cannot be served ends its call."""
+        info, config = self._context.info, self._context.config
+        waiting, good = list(requests), []
+        while waiting:
+            request = waiting.pop(0)
+            deadline_s = min(
+                request.deadline_s or config.request_timeout_s, config.request_timeout_s
+            )
+            request = replace(
+                request,
+                namespace=self._namespace,
+                tenant=self._owner.name,
+                deadline_s=deadline_s,
+            )
+            try:
+                check_request(request, info)
+            except RequestError as error:
+                failure = ErrorInfo(code=error.code, message=str(error), field=error.field)
+                refusal = Output(
+                    request_id=request.request_id,
+                    finish=Finish(reason=FinishReason.ERROR),
+                    error=failure,
+                )
+                waiting += self._due(await self._take(refusal))
+            else:
+                good.append(request)
+        return good
+
+    # Telling
+
+    def _finished(self) -> list[Event]:
+        """Calls that ended since the last look."""
+        records = {record.value: record for record in self._run.records}
+        ended = [value for value in self._open if self._run.result(value) is not None]
+        return [self._event(self._open.pop(value), records.get(value)) for value in ended]
+
+    def _event(self, node: Gen | Select, record: CallRecord | None) -> Event:
+        outcome = self._run.result(node.value)
+        told: Event = {
+            "event": "call",
+            "value": node.value,
+            "kind": type(node).__name__.lower(),
+            "name": node.name,
+            "branch": self._program.branches.get(node.value, ""),
+        }
+        if record is not None:
+            told["usages"] = record.usages
+            told["seconds"] = record.finished_s
+        if isinstance(outcome, Result):
+            return told | {
+                "text": outcome.value,
+                "output_ids": outcome.ids,
+                "tail": outcome.tail,
+                "meta_info": outcome.meta,
+            }
+        assert isinstance(outcome, ProgramError)
+        return told | {"error": {"code": outcome.code, "message": outcome.reason}}
+
+    def _grown(self) -> list[Event]:
+        """New text of calls that go on."""
+        events: list[Event] = []
+        for value, node in self._open.items():
+            pending = self._run.pending(value)
+            text = "" if pending is None else pending.text
+            sent = self._sent.get(value, 0)
+            if len(text) > sent:
+                self._sent[value] = len(text)
+                told = {"event": "text", "value": value, "name": node.name, "text": text[sent:]}
+                events.append(told)
+        return events
+
+    def answer(self) -> Event:
+        """What can be read at the end."""
+        run, program = self._run, self._program
+        outcome = Outcome(self._result_of, _Texts(run, self._max_chars))
+        variables: dict[str, object] = {}
+        errors: dict[str, object] = {}
+        for name, binding in self._variables.items():
+            try:
+                variables[name] = outcome.read(binding)
+            except ProgramError as error:
+                errors[name] = {"code": error.code, "message": str(error)}
+        answer: Event = {"variables": variables, "errors": errors, "text": None, "messages": None}
+        try:
+            texts = _Texts(run, self._max_chars)
+            answer["text"] = texts(program.tip, None)
+            answer["messages"] = [
+                {"role": turn.role, "content": texts(turn.tip, turn.base)} for turn in program.turns
+            ]
+            answer["ret_value"] = outcome.read(self._result)
+        except ProgramError as error:
+            answer["errors"] = errors | {"": {"code": error.code, "message": str(error)}}
+        usages = [usage for record in run.records for usage in record.usages]
+        names = ("prompt_tokens", "cached_tokens", "computed_tokens", "completion_tokens")
+        totals = {name: sum(getattr(usage, name) for usage in usages) for name in names}
+        return answer | {"usage": totals | {"requests": len(usages)}}
+
+    def _result_of(self, value: ValueId) -> Result:
+        outcome = self._run.result(value)
+        if isinstance(outcome, ProgramError):
+            raise outcome
+        assert outcome is not None  # the run is done
+        return outcome
+
+
+class _Texts:
+    """Texts between states, up to so many characters together."""
+
+    def __init__(self, run: ProgramRun, max_chars: int) -> None:
+        self._run = run
+        self._max_chars = self._left = max_chars
+
+    def __call__(self, tip: StateId, base: StateId | None) -> str:
+        start = None if base is None else self._content(base)
+        end = self._content(tip)
+        self._left -= end.size - (0 if start is None else start.size)
+        if self._left < 0:
+            raise invalid(f"the texts of the answer exceed {self._max_chars} characters")
+        return text_of(end, start)
+
+    def _content(self, state: StateId) -> Content:
+        content = self._run.content(state)
+        if isinstance(content, ProgramError):
+            raise content
+        assert content is not None  # the run is done
+        return content
+
+
+def _check(nodes: Sequence[Node], context: ServerContext) -> None:
+    """
+    Raises:
+        ValueError: the program asks for more than one call may.
+    """
+    limits, most = context.info.limits, context.config.max_program_calls
+    num_requests = 0
+    for node in nodes:
+        if isinstance(node, Select):
+            count = len(node.choices) * (1 + node.method.needs_unconditional)
+        elif isinstance(node, Gen):
+            count = node.options.num_choices
+            grammar = node.options.grammar
+            num_bytes = 0 if grammar is None else len(grammar.source.encode("utf-8", "replace"))
+            if num_bytes > limits.max_grammar_bytes:
+                raise ValueError(
+                    f"gen {node.name!r}: {num_bytes} bytes of grammar; the limit is "
+                    f"{limits.max_grammar_bytes}"
+                )
+            if abs(node.options.priority) > MAX_PRIORITY:
+                raise ValueError(f"priority: must be within +-{MAX_PRIORITY}")
+        else:
+            continue
+        if count > limits.max_choices:
+            raise ValueError(f"choices: {count} in one call; the limit is {limits.max_choices}")
+        num_requests += count
+    if num_requests > most:
+        raise ValueError(f"nodes: {num_requests} requests in one run; the limit is {most}")
+
+
+async def whole(run: ServedRun, call: ProgramCall) -> Event:
+    """The answer that is not streamed."""
+    calls = [done async for done in run.events(call, with_text=False) if done is not None]
+    for done in calls:
+        del done["event"]
+    return {"id": call.call_id, "calls": calls, **run.answer()}
+
+
+async def streamed(run: ServedRun, call: ProgramCall, *, with_text: bool) -> AsyncIterator[bytes]:
+    """Events: `text` and `call` as they come, then one `end`."""
+    async for told in run.events(call, with_text=with_text):
+        yield HEARTBEAT if told is None else event(told)
+    yield event({"event": "end", "id": call.call_id, **run.answer()})

@@ -1,0 +1,348 @@
+"""/v1/programs: registered programs run on the server, with the answers they have here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from running_server import RunningServer, StartServer, events
+
+import palmette as pm
+from palmette.lang.served import ServedRun
+from palmette.runtime.client import EngineClient, LocalClient
+from palmette.runtime.fake_runner import fake_engine
+
+
+def letters(ids: object) -> int:
+    return ord("a") + len(ids) % 26  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[pm.RuntimeEndpoint]:
+    endpoint = pm.RuntimeEndpoint(server.url)
+    yield endpoint
+    endpoint.close()
+
+
+@pytest.fixture
+def local() -> EngineClient:
+    """The same engine in this process."""
+    return LocalClient(fake_engine(letters, num_pages=256, context_length=2048))
+
+
+@pm.function
+def everything(s: pm.ProgramState, question: str, limit: int = 4) -> object:
+    s += "Q: " + question + pm.gen("a", max_tokens=9, stop="h", temperature=0) + "\n"
+    forks = s.fork(3)
+    forks += lambda i: f"[{i}]" + pm.gen("v", max_tokens=limit, temperature=0)
+    forks.join()
+    s += "so " + pm.select("c", ["one", question, "tone"]) + pm.gen("m", n=2, max_tokens=3)
+    s += pm.user("hi <eos>") + pm.assistant(pm.gen("d", regex="[0-9]{2}", temperature=0))
+    s += pm.gen("l", max_tokens=2, return_logprob=True, logprob_start_len=3, top_logprobs_num=2)
+    more = s.fork(2)
+    more += lambda i: f"({i})" + pm.gen("w", max_tokens=2)
+    more.join("concate_and_append")
+    s["note"] = f"{s['c']}/{s['v'][1]}"
+    return {"c": s["c"], "v": s["v"], "of": question}
+
+
+NAMES = ["a", "v", "c", "m", "d", "l", "note"]
+
+
+@pm.function
+def asking(s: pm.ProgramState, question: str) -> None:
+    s += question + pm.gen("answer", max_tokens=3)
+
+
+def without_place(meta: Any) -> Any:
+    if isinstance(meta, list):
+        return [without_place(item) for item in meta]
+    return {key: value for key, value in meta.items() if key not in ("id", "e2e_latency")}
+
+
+def register(server: RunningServer, function: pm.Function) -> str:
+    response = server.client.post("/v1/programs", content=function.compile().to_json())
+    assert response.status_code == 200, response.text
+    program_id: str = response.json()["id"]
+    return program_id
+
+
+def test_one_http_call_gives_what_the_local_run_gives(
+    server: RunningServer, client: pm.RuntimeEndpoint, local: EngineClient
+) -> None:
+    assert client.flush_cache()
+    program = everything.compile()
+    client.info()
+    program.run(question="zz", backend=client).sync()  # registers it
+    paths: list[str] = []
+    client._client.event_hooks["request"].append(_noting(paths))
+    assert client.flush_cache()
+    paths.clear()
+    remote, here = (program.run(question="why?", backend=one) for one in (client, local))
+    assert isinstance(remote._host.reading.sinks[0], ServedRun)
+    assert remote.text() == here.text()
+    assert paths == [f"/v1/programs/{program.id}/run"]
+    assert (remote.token_ids(), remote.messages()) == (here.token_ids(), here.messages())
+    assert [remote[name] for name in NAMES] == [here[name] for name in NAMES]
+    assert remote.ret_value == here.ret_value
+    for name in ("a", "v", "c", "m", "d", "l"):
+        ours, theirs = (without_place(state.get_meta_info(name)) for state in (remote, here))
+        assert ours == theirs
+    rows, expected = pm.explain(remote).rows, pm.explain(here).rows
+    assert [(row.name, row.cached_tokens, row.computed_tokens) for row in rows] == [
+        (row.name, row.cached_tokens, row.computed_tokens) for row in expected
+    ]
+
+
+def _noting(paths: list[str]) -> Any:
+    async def note(request: httpx.Request) -> None:
+        paths.append(request.url.path)
+
+    return note
+
+
+def test_the_answer_over_plain_http(server: RunningServer) -> None:
+    program_id = register(server, everything)
+    body = {"arguments": {"question": "why?", "limit": 2}, "sampling": {"temperature": 0}}
+    response = server.client.post(f"/v1/programs/{program_id}/run", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert [len(text) for text in answer["variables"]["v"]] == [2, 2, 2]
+    assert answer["ret_value"]["of"] == "why?"
+    assert answer["text"].startswith("Q: why?")
+    assert [message["role"] for message in answer["messages"]] == ["user", "assistant"]
+    assert answer["errors"] == {}
+    usage = answer["usage"]
+    assert usage["requests"] == 1 + 3 + 3 + 2 + 1 + 1 + 2
+    assert usage["prompt_tokens"] == usage["cached_tokens"] + usage["computed_tokens"]
+    assert [call["branch"] for call in answer["calls"] if call["name"] == "v"] == [
+        "fork 0/3", "fork 1/3", "fork 2/3",
+    ]  # fmt: skip
+    assert all(call["meta_info"] for call in answer["calls"])
+
+
+def test_texts_stream_by_variable(server: RunningServer, client: pm.RuntimeEndpoint) -> None:
+    program_id = register(server, asking)
+    body = {"arguments": {"question": "hello"}, "stream": True}
+    told = events(server.stream(f"/v1/programs/{program_id}/run", body))
+    assert [one["event"] for one in told[-2:]] == ["call", "end"]
+    grown = "".join(one["text"] for one in told if one["event"] == "text")
+    assert told[-2]["text"].startswith(grown) and told[-1]["variables"] == {"answer": "fgh"}
+    state = asking.compile().run(question="hello", backend=client, stream=True)
+    assert "".join(state.text_iter("answer")) == "fgh"
+    body["stream_text"] = False
+    told = events(server.stream(f"/v1/programs/{program_id}/run", body))
+    assert [one["event"] for one in told] == ["call", "end"]
+
+
+def test_a_batch_runs_there(client: pm.RuntimeEndpoint, local: EngineClient) -> None:
+    entries = [{"question": f"nr {i}"} for i in range(12)]
+    remote = everything.compile().run_batch(entries, backend=client)
+    here = everything.compile().run_batch(entries, backend=local)
+    assert [state.text() for state in remote] == [state.text() for state in here]
+
+
+def test_registering_is_idempotent_and_can_be_undone(server: RunningServer) -> None:
+    program_id = register(server, asking)
+    assert register(server, asking) == program_id == asking.compile().id
+    shown = server.client.get(f"/v1/programs/{program_id}").json()
+    assert shown["parameters"] == [{"name": "question", "required": True}]
+    assert shown["listing"] == str(asking.compile())
+    assert pm.Program.from_json(json.dumps(shown["program"])).id == program_id
+    assert server.client.delete(f"/v1/programs/{program_id}").json()["deleted"]
+    for response in (
+        server.client.get(f"/v1/programs/{program_id}"),
+        server.client.delete(f"/v1/programs/{program_id}"),
+        server.client.post(f"/v1/programs/{program_id}/run", json={}),
+        server.client.get("/v1/programs/../etc"),
+    ):
+        assert response.status_code == 404
+
+
+def test_a_client_registers_again_what_the_server_has_lost(
+    server: RunningServer, client: pm.RuntimeEndpoint
+) -> None:
+    program = asking.compile()
+    assert program.run(question="hello", backend=client)["answer"] == "fgh"
+    server.client.delete(f"/v1/programs/{program.id}")
+    assert program.run(question="hello", backend=client)["answer"] == "fgh"
+
+
+def test_what_only_runs_here_runs_here(client: pm.RuntimeEndpoint) -> None:
+    @pm.function
+    def counting(s: pm.ProgramState, question: object) -> None:
+        s += f"{question}" + pm.gen("answer", max_tokens=3)
+        s.call("length", len, "answer")
+
+    assert counting.compile().run(question="hello", backend=client)["length"] == 3
+    state = asking.compile().run(question="hello", backend=client)
+    assert isinstance(state._host.reading.sinks[0], ServedRun)
+    state = counting.compile().run(question=("a", 1), backend=client)
+    assert not isinstance(state._host.reading.sinks[0], ServedRun)
+    assert state.text().startswith("('a', 1)")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({}, 400, r"asking\(\) needs the argument 'question'"),
+        ({"arguments": {"question": "x", "z": 1}}, 400, "has no argument 'z'"),
+        ({"arguments": {"question": 3}}, 400, "'question' is appended to a state"),
+        ({"arguments": {"question": ["x"]}}, 400, "arguments"),
+        ({"arguments": {"question": "x"}, "sampling": {"temperature": -1}}, 400, "temperature: -1"),
+        ({"arguments": {"question": "x"}, "sampling": {"heat": 1}}, 400, "sampling.heat"),
+        ({"arguments": {"question": "x"}, "steam": True}, 400, "steam"),
+    ],
+)
+def test_a_wrong_run_is_refused_with_the_field(
+    server: RunningServer, body: dict[str, Any], status: int, message: str
+) -> None:
+    response = server.client.post(f"/v1/programs/{register(server, asking)}/run", json=body)
+    assert response.status_code == status
+    assert message.replace("\\", "") in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"{", "not a program"),
+        (b'{"version":1,"name":"x","nodes":[{"op":"insert","source":0,"target":1,"value":0}]}',
+         "nodes[0]: value 0: is not made before this place"),
+    ],
+)  # fmt: skip
+def test_what_is_no_program_is_refused_with_the_place(
+    server: RunningServer, data: bytes, message: str
+) -> None:
+    response = server.client.post("/v1/programs", content=data)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+    assert response.json()["error"]["code"] == "invalid_program"
+
+
+def test_a_failed_call_is_told_beside_those_that_did_not_fail(
+    server: RunningServer, client: pm.RuntimeEndpoint
+) -> None:
+    @pm.function
+    def program(s: pm.ProgramState, question: str) -> None:
+        bad, good = s.fork(2)
+        bad += "x" * 3000 + pm.gen("bad", max_tokens=3)
+        good += question + pm.gen("good", max_tokens=3)
+        s += good["good"]
+
+    program_id = register(server, program)
+    body = {"arguments": {"question": "hello"}}
+    answer = server.client.post(f"/v1/programs/{program_id}/run", json=body).json()
+    [bad] = [call for call in answer["calls"] if call["name"] == "bad"]
+    assert bad["error"]["code"] == "context_length_exceeded"
+    assert answer["text"] == "fgh"
+    state = program.compile().run(question="hello", backend=client)
+    assert state.text() == "fgh"
+    error = state.error()
+    assert isinstance(error, pm.ProgramError) and error.code == "context_length_exceeded"
+    assert "test_programs_api.py" in str(error)
+
+
+def test_texts_that_double_end_with_an_error_and_not_with_the_memory(
+    server: RunningServer,
+) -> None:
+    nodes: list[dict[str, Any]] = [{"op": "text", "source": 0, "target": 1, "text": "x" * 1000}]
+    for state in range(1, 60):
+        nodes.append(
+            {"op": "splice", "source": state, "target": state + 1, "base": 0, "tip": state}
+        )
+    nodes.append({"op": "gen", "source": 60, "target": 61, "value": 0, "parameters": {}})
+    whole = {"version": 1, "name": "bomb", "nodes": nodes, "tip": 60}
+    registered = server.client.post("/v1/programs", content=json.dumps(whole)).json()
+    answer = server.client.post(f"/v1/programs/{registered['id']}/run", json={}).json()
+    assert answer["text"] is None
+    assert answer["errors"][""]["code"] == "context_length_exceeded"
+
+
+def test_too_many_calls_and_texts_are_refused(server: RunningServer) -> None:
+    @pm.function
+    def many(s: pm.ProgramState, word: str) -> None:
+        for fork in s.fork(1100):
+            fork += "x" + pm.gen("a", max_tokens=1)
+
+    @pm.function
+    def long(s: pm.ProgramState, word: str) -> None:
+        for _ in range(2000):
+            s += f"{word}"
+
+    for function, word, message in ((many, "w", "limit is 1024"), (long, "w" * 9999, "exceed")):
+        path = f"/v1/programs/{register(server, function)}/run"
+        response = server.client.post(path, json={"arguments": {"word": word}})
+        assert response.status_code == 400
+        assert message in response.json()["error"]["message"]
+
+
+def test_programs_belong_to_their_key(start_server: StartServer) -> None:
+    server = start_server(api_keys=["one", "two"])
+    program_id = register(server, asking)
+    other = {"authorization": "Bearer two"}
+    assert server.client.get(f"/v1/programs/{program_id}").status_code == 200
+    assert server.client.get(f"/v1/programs/{program_id}", headers=other).status_code == 404
+    body = {"arguments": {"question": "hello"}}
+    path = f"/v1/programs/{program_id}/run"
+    assert server.client.post(path, json=body, headers=other).status_code == 404
+    assert httpx.post(server.url + path, json=body).status_code == 401
+
+
+def test_the_least_used_program_goes_first(start_server: StartServer) -> None:
+    size = len(asking.compile().to_json())
+    server = start_server(program_cache_bytes=3 * size)
+    ids = []
+    for letter in "abc":
+        renamed = (
+            asking.compile()
+            .to_json()
+            .replace(b'"name":"asking"', b'"name":"%s____"' % letter.encode())
+        )
+        ids.append(server.client.post("/v1/programs", content=renamed).json()["id"])
+    server.client.get(f"/v1/programs/{ids[0]}")
+    register(server, asking)
+    found = [server.client.get(f"/v1/programs/{one}").status_code for one in ids]
+    assert found == [200, 404, 200]
+
+
+def test_a_client_that_goes_away_ends_the_run(start_server: StartServer) -> None:
+    server = start_server(engine={"model": "script=letters&delay=0.01"})
+
+    @pm.function
+    def slow(s: pm.ProgramState, question: str) -> None:
+        s += question
+        for fork in s.fork(3):
+            fork += pm.gen("a", max_tokens=1500) + pm.gen("b", max_tokens=100)
+
+    path = f"/v1/programs/{register(server, slow)}/run"
+    body: dict[str, Any] = {"arguments": {"question": "hello"}}
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post(path, json=body, timeout=0.5)
+    server.wait_idle()
+    with server.client.stream("POST", path, json=body | {"stream": True}) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert server.stats()["running"] == 3
+    server.wait_idle()
+
+
+def test_an_interrupted_program_ends_on_the_server(start_server: StartServer) -> None:
+    server = start_server(engine={"model": "script=letters&delay=0.01"})
+    client = pm.RuntimeEndpoint(server.url)
+    state = asking.compile().run(question="hello", backend=client, max_new_tokens=5)
+    assert state["answer"] == "fgh"
+
+    @pm.function
+    def slow(s: pm.ProgramState, question: str) -> None:
+        s += question + pm.gen("a", max_tokens=1500)
+
+    state = slow.compile().run(question="hello", backend=client, stream=True)
+    assert next(state.text_iter("a"))
+    state._host.session.interrupt(state._host.watched)  # type: ignore[union-attr]
+    with pytest.raises(pm.ProgramError, match="interrupted"):
+        state["a"]
+    server.wait_idle()
+    client.close()
