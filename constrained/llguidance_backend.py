@@ -22,6 +22,8 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from palmette.kernels.cpu.ops import usable_cores
+
 from .backend import CompiledGrammar, MaskRow
 from .budget import Closer, closer_of
 from .layout import LayoutGrammar
@@ -41,6 +43,10 @@ _LIMITS = llguidance.LLParserLimits(
     max_lexer_states=100_000,
     verbose_errors=False,
 )
+# To wake threads costs 50 to 200 us, a row 10: with few rows or threads one alone is faster.
+_MIN_PARALLEL = 16  # rows
+_MIN_THREADS = 4
+_MAX_THREADS = 16
 _ENCODE_CACHE_ENTRIES = 4096
 _WARM_STEPS = 16
 _MAX_SHORTEST = 400  # tokens of a text that is looked for while compiling
@@ -77,7 +83,7 @@ class _Shared:
 
     vocabulary: Vocabulary
     tokenizer: llguidance.LLTokenizer
-    executor: llguidance.LLExecutor  # fills many rows in one call, without the interpreter lock
+    executor: llguidance.LLExecutor | None  # fills many rows on several cores
     stop_ids: frozenset[int]
     closing_ids: tuple[int, ...]  # of single bytes that tend to end what is open
     stop_row: MaskRow  # allows the stop ids alone
@@ -161,15 +167,18 @@ class LLGuidanceState:
         states: Sequence[LLGuidanceState], rows: Sequence[int], masks: NDArray[np.int32]
     ) -> None:
         """Fill `masks[rows[i]]` for `states[i]`, all of one vocabulary; faults are not checked."""
+        shared, address, num_bytes = states[0]._shared, _address(masks), masks.shape[1] * 4
         work = []
         for state, row in zip(states, rows, strict=True):
             if state._num_stops:
-                masks[row] = state._shared.stop_row
+                masks[row] = shared.stop_row
             else:
                 work.append((state._matcher, row))
-        states[0]._shared.executor.unsafe_compute_mask_ptr(
-            work, _address(masks), masks.shape[1] * 4, masks.shape[0]
-        )
+        if shared.executor is not None and len(work) >= _MIN_PARALLEL:
+            shared.executor.unsafe_compute_mask_ptr(work, address, num_bytes, len(masks))
+            return
+        for matcher, row in work:
+            matcher.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
 
 
 class LLGuidanceGrammar:
@@ -211,9 +220,11 @@ class LLGuidanceBackend:
     name = "llguidance"
     kinds = tuple(GrammarKind)
 
-    def __init__(self, limits: GrammarLimits | None = None, *, num_threads: int = 1):
+    def __init__(self, limits: GrammarLimits | None = None, *, num_threads: int | None = None):
         self._limits = limits or GrammarLimits()
-        self._num_threads = num_threads
+        self._num_threads = (
+            min(usable_cores(), _MAX_THREADS) if num_threads is None else num_threads
+        )
         self._lock = threading.Lock()
         self._shared: _Shared | None = None
 
@@ -320,6 +331,11 @@ class LLGuidanceBackend:
             matcher.unsafe_compute_mask_ptr(_address(row), row.nbytes)
         return bool(matcher.is_error())
 
+    def _executor(self) -> llguidance.LLExecutor | None:
+        if self._num_threads < _MIN_THREADS:
+            return None
+        return llguidance.LLExecutor(num_threads=self._num_threads)
+
     @staticmethod
     def _matcher(shared: _Shared, grammar: str) -> llguidance.LLMatcher:
         return llguidance.LLMatcher(shared.tokenizer, grammar, log_level=0, limits=_LIMITS)
@@ -335,7 +351,7 @@ class LLGuidanceBackend:
                 self._shared = _Shared(
                     vocabulary,
                     tokenizer,
-                    llguidance.LLExecutor(num_threads=self._num_threads),
+                    self._executor(),
                     frozenset(vocabulary.stop_ids),
                     _closing_ids(vocabulary),
                     row_of(vocabulary.stop_ids, vocabulary.size),

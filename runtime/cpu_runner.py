@@ -47,7 +47,7 @@ class CpuRunner:
     """
 
     name = "native"
-    depth = 1
+    is_async = False
 
     def __init__(
         self,

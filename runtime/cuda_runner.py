@@ -71,7 +71,7 @@ class CudaRunner:
     """
 
     name = "cuda"
-    depth = 1
+    is_async = True
 
     def __init__(
         self,

@@ -137,8 +137,8 @@ class FakeRunner:
         return "fake"
 
     @property
-    def depth(self) -> int:
-        return 1
+    def is_async(self) -> bool:
+        return False
 
     @property
     def vocab_size(self) -> int:

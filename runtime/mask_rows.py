@@ -2,9 +2,8 @@
 
     twins share a fill -> the grammar's row -> stop ids -> what its constraint takes out
 
-All rows are filled in one native call, after the forward pass is launched: on a device that works
-by itself the two overlap. Sequences whose grammars stand at the same place, as forks do until
-their first different token, are filled once.
+Sequences whose grammars stand at the same place, as forks do until their first different token,
+are filled once.
 
 Legend: S sampled rows, W mask words.
 """
@@ -25,6 +24,7 @@ from .sequence import SequenceState
 MAX_STOP_SETS = 256  # distinct sets of stop ids whose bits are kept
 
 Masked = Sequence[tuple[int, SequenceState]]  # place among the rows, sequence with a grammar
+_StopBits = tuple[int, int, int]  # word, the bits that stay, those of stop ids
 
 
 class MaskRows:
@@ -32,7 +32,7 @@ class MaskRows:
 
     def __init__(self, mask_words: int, end_ids: frozenset[int]) -> None:
         self._end_ids = end_ids
-        self._stop_bits: dict[frozenset[int], _StopBits] = {}
+        self._stop_bits: dict[frozenset[int], tuple[_StopBits, ...]] = {}
         self._rows = np.empty((0, mask_words), np.int32)
 
     def rows(self, num_rows: int) -> Int32Array:
@@ -50,61 +50,42 @@ class MaskRows:
         caller ends that sequence after the step.
         """
         errors = _fill(rows, masked)
-        by_stops: dict[frozenset[int], list[int]] = {}
-        ends: set[int] = set()  # places whose text may end
         for place, sequence in masked:
             try:
                 if place in errors:
                     raise errors[place]
-                assert sequence.grammar is not None
-                if sequence.grammar.may_end:
-                    ends.add(place)
-                by_stops.setdefault(sequence.stop_ids, []).append(place)
-            except Exception as error:  # fault boundary: one sequence
-                errors[place] = error
-        for stop_ids, places in by_stops.items():
-            self._set_stops(rows, stop_ids, places, ends)
-        for place, sequence in masked:
-            try:
-                if place in errors:
-                    raise errors[place]
-                assert sequence.constraint is not None
-                sequence.constraint.edit(rows[place])
+                grammar, constraint = sequence.grammar, sequence.constraint
+                assert grammar is not None and constraint is not None
+                self._set_stops(rows, place, sequence.stop_ids, grammar.may_end)
+                constraint.edit(rows[place])
             except Exception as error:  # fault boundary: one sequence
                 faults[sequence.arrival] = error
                 rows[place].fill(-1)
 
     def _set_stops(
-        self, rows: Int32Array, stop_ids: frozenset[int], places: list[int], ends: set[int]
+        self, rows: Int32Array, place: int, stop_ids: frozenset[int], may_end: bool
     ) -> None:
-        """Its stop ids are allowed exactly when a text may end; ids that end others never."""
+        """Its stop ids are allowed exactly when the text may end; ids that end others never."""
         bits = self._stop_bits.get(stop_ids)
         if bits is None:
             if len(self._stop_bits) >= MAX_STOP_SETS:
                 self._stop_bits.clear()
-            bits = self._stop_bits[stop_ids] = _StopBits(stop_ids, self._end_ids)
-        at = np.array(places)[:, None]
-        words = rows[at, bits.words] & bits.cleared
-        may_end = [place in ends for place in places]
-        if any(may_end):
-            words[may_end] |= bits.set
-        rows[at, bits.words] = words
+            bits = self._stop_bits[stop_ids] = _stop_bits(stop_ids, self._end_ids)
+        for word, kept, ends in bits:  # one or two: numpy takes longer to begin
+            row = rows.item(place, word) & kept
+            rows[place, word] = row | ends if may_end else row
 
 
-class _StopBits:
-    """The words of a mask row that hold ids which end a text, and what to do with them."""
+def _stop_bits(stop_ids: frozenset[int], end_ids: frozenset[int]) -> tuple[_StopBits, ...]:
+    """For each word of a mask row that holds ids which end a text, what to do with it."""
+    words = sorted({token_id >> 5 for token_id in stop_ids | end_ids})
+    return tuple((word, ~_bits(word, stop_ids | end_ids), _bits(word, stop_ids)) for word in words)
 
-    def __init__(self, stop_ids: frozenset[int], end_ids: frozenset[int]) -> None:
-        ids = stop_ids | end_ids
-        self.words = np.array(sorted({i >> 5 for i in ids}), np.intp)
-        self.cleared = ~self._bits(ids)
-        self.set = self._bits(stop_ids)
 
-    def _bits(self, ids: frozenset[int]) -> Int32Array:
-        bits = np.zeros(len(self.words), np.uint32)
-        for token_id in ids:
-            bits[np.searchsorted(self.words, token_id >> 5)] |= np.uint32(1 << (token_id & 31))
-        return bits.view(np.int32)
+def _bits(word: int, ids: frozenset[int]) -> int:
+    """The bits of `ids` that lie in `word`, as int32."""
+    bits = sum(1 << (token_id & 31) for token_id in ids if token_id >> 5 == word)
+    return bits - (1 << 32) if bits >> 31 else bits
 
 
 def _fill(rows: Int32Array, masked: Masked) -> dict[int, Exception]:

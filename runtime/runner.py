@@ -39,8 +39,8 @@ class ModelRunner(Protocol):
         ...
 
     @property
-    def depth(self) -> int:
-        """Steps in flight: 1 computes in `launch`, 2 overlaps with the host."""
+    def is_async(self) -> bool:
+        """Whether `launch` returns before the step is computed: masks are filled meanwhile."""
         ...
 
     @property

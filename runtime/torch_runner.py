@@ -32,7 +32,6 @@ class TorchRunner:
     """
 
     name = "torch"
-    depth = 1
 
     def __init__(
         self,
@@ -53,6 +52,7 @@ class TorchRunner:
 
         self.vocab_size = config.vocab_size
         self._device = target
+        self.is_async = target.type != "cpu"
         self._max_positions = min(config.context_length, num_pages * page_size)
         build = checkpoint.architecture.build or Decoder
         with torch.inference_mode():

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from palmette.constrained.llguidance_backend import LLGuidanceState
+from palmette.constrained.masks import allowed_ids
 from palmette.constrained.spec import GrammarSpec, Whitespace
 from palmette.runtime.fake_runner import fake_engine, run_all
+from palmette.runtime.mask_rows import MaskRows
 from palmette.runtime.request import Request, SamplingParams
 
 NAMES = {
@@ -60,3 +62,14 @@ def test_equal_texts_need_one_fill_to_the_end(num_filled: list[int]) -> None:
     got = run_all(fake_engine(), [ask(f"{i}", choice=i, temperature=0.0) for i in range(3)])
     assert len({got[f"{i}"].text for i in range(3)}) == 1
     assert set(num_filled) == {1}
+
+
+def test_stop_ids_of_every_word_follow_the_end_of_the_text() -> None:
+    """Ids 31 and 63 are the sign bits of their words; 7 and 95 end other texts."""
+    rows = MaskRows(4, frozenset({7, 95}))
+    masks = rows.rows(2)
+    assert (masks == -1).all()
+    for place, may_end in enumerate((False, True)):
+        rows._set_stops(masks, place, frozenset({31, 63, 64}), may_end)
+        banned = set(range(128)) - set(allowed_ids(masks[place]).tolist())
+        assert banned == ({7, 95} if may_end else {7, 31, 63, 64, 95})
