@@ -20,6 +20,7 @@ from palmette.radix_cache.tenants import tenant_of
 from palmette.radix_cache.tree import TreeNode
 
 from .batch import BatchBuilder
+from .books import check_books
 from .cache import PrefixCache
 from .commit import CommitHooks, Committer
 from .config import EngineConfig
@@ -489,18 +490,7 @@ class Engine:
 
     def check(self) -> None:
         """Raise AssertionError where the books disagree; for tests, between steps. O(pages)."""
-        scheduler = self._scheduler
-        self._tree.check()
-        self._table.check()
-        running = {sequence.arrival for sequence in scheduler.running}
-        assert running == {sequence.arrival for sequence in self._table.running()}
-        assert self._tree.num_open_leases == len(running)
-        scheduler.check()
-        queued = [*scheduler.waiting, *scheduler.compiling.values()]
-        assert all(s.status is Status.WAITING and s.lease is None for s in queued)
-        stages = running | {sequence.arrival for sequence in queued}
-        assert len(stages) == len(running) + len(queued)
-        assert stages == {sequence.arrival for sequence in self._live.values()}
+        check_books(self._scheduler, self._tree, self._table, self._live.values())
         assert self._counters.accepted == self._num_ended + len(self._live)
 
     def close(self) -> None:
