@@ -211,6 +211,8 @@ class Rewriter:
 
     def _rewrite_names(self, node: Node, schema: SchemaObject) -> None:
         rule = schema.pop("propertyNames", True)
+        while isinstance(rule, dict) and rule.keys() == {"$ref"}:
+            rule = self.follow(str(rule["$ref"]))
         if rule is True or rule == {}:
             return
         properties = schema.get("properties")

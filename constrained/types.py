@@ -15,11 +15,12 @@ it takes seconds and pulls in hundreds of modules.
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 import pydantic
@@ -86,7 +87,7 @@ def _from_type(value: object, whitespace: Whitespace) -> GrammarSpec:
     try:
         if isinstance(value, pydantic.TypeAdapter):
             schema = value.json_schema(schema_generator=StrictJsonSchema)
-        elif inspect.isroutine(value):
+        elif callable(value) and _is_function(value):
             schema = _parameters(value).model_json_schema(schema_generator=StrictJsonSchema)
         else:
             adapter = adapter_of(value)
@@ -102,14 +103,35 @@ def _from_type(value: object, whitespace: Whitespace) -> GrammarSpec:
 
 def _parameters(function: Callable[..., object]) -> type[pydantic.BaseModel]:
     """A model of the arguments of `function`, for calls of tools."""
-    hints = typing.get_type_hints(function, include_extras=True)
+    called: Any = function
+    while isinstance(called, functools.partial):
+        called = called.func
+    if not inspect.isroutine(called):
+        called = type(called).__call__
+    hints = typing.get_type_hints(called, include_extras=True)
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise GrammarError(f"{function!r}: *{name} has no JSON Schema")
+            raise GrammarError(f"*{name} has no JSON Schema")
+        if parameter.kind is parameter.POSITIONAL_ONLY and not inspect.isbuiltin(function):
+            raise GrammarError(
+                f"{name} is positional only and can't be given by name", suggestion="leave / out"
+            )
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[name] = (hints.get(name, Any), default)
     return pydantic.create_model(getattr(function, "__name__", "call"), **fields)
+
+
+def _is_function(value: object) -> bool:
+    """Whether it is a function, or an object with a `__call__` of its own, and no type."""
+    if inspect.isroutine(value) or isinstance(value, functools.partial):
+        return True
+    call = getattr(type(value), "__call__", None)  # noqa: B004 - of the class, not of the object
+    is_special = type(value).__module__ in ("typing", "typing_extensions", "types")
+    return inspect.isfunction(call) and not isinstance(value, type) and not is_special
+
+
+_CONTAINERS = (list, dict, tuple, set, frozenset, Sequence, Mapping, Iterable)
 
 
 def _portable(value: Any) -> Any:
@@ -127,10 +149,12 @@ def _portable(value: Any) -> Any:
         # A call with computed fields: type checkers only know literal ones.
         return typing_extensions.TypedDict(value.__name__, fields)  # type: ignore[operator]
     origin, args = get_origin(value), get_args(value)
-    if origin in (list, dict, tuple, typing.Union) or isinstance(value, type(int | str)):
+    if origin is typing.Annotated:
+        return typing.Annotated[(_portable(args[0]), *args[1:])]
+    if origin in (*_CONTAINERS, typing.Union) or isinstance(value, type(int | str)):
         portable = tuple(_portable(arg) for arg in args)
         if portable != args:
-            union = origin is typing.Union or origin not in (list, dict, tuple)
+            union = origin is typing.Union or origin not in _CONTAINERS
             return typing.Union[portable] if union else origin[portable]  # noqa: UP007
     return value
 
