@@ -58,9 +58,19 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def plain_numbers(value: Any) -> Any:
+    """1.0 as 1: the same value as JSON Schema has it, as it is generated."""
+    if isinstance(value, list):
+        return [plain_numbers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    is_integral = isinstance(value, float) and value.is_integer() and abs(value) < 1e21
+    return int(value) if is_integral else value
+
+
 def accepts(grammar: CompiledGrammar, vocabulary: Vocabulary, value: object) -> bool:
     state = grammar.start()
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(plain_numbers(value), ensure_ascii=False)
     ids = vocabulary.encode(text)
     if not all(state.accept(token_id) for token_id in ids) or not state.may_end:
         return False

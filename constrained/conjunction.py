@@ -39,6 +39,7 @@ class Splitter:
         self._definitions = document.get("$defs")
         self._split: dict[int, Conjunction] = {}  # by identity of a schema
         self._kept: list[object] = []  # what identities above belong to
+        self.sources: dict[int, int] = {}  # identity of a base -> that of its schema
 
     def conjunction(self, schemas: Sequence[Json]) -> Conjunction | None:
         """What all of `schemas` ask for; None: something impossible."""
@@ -79,6 +80,7 @@ class Splitter:
         choices.update((id(choice), choice) for choice in below.choices)
         found = Conjunction(tuple(bases.values()), tuple(choices.values()))
         self._kept += [schema, own]
+        self.sources[id(own)] = id(schema)
         self._split[id(schema)] = found
         return found
 

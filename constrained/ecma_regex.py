@@ -18,6 +18,7 @@ from .spec import GrammarError
 
 _NO_LINE_END = r"[^\n\r\u2028\u2029]"
 _SPACES = r"\t\n\x0b\x0c\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+_EVERYTHING = re.compile(r"\[(?:\\s\\S|\\S\\s|\\d\\D|\\D\\d|\\w\\W|\\W\\w)\]")
 _KNOWN_ESCAPES = frozenset("dDwWsSbBnrtvfuxpP")
 _GROUP = re.compile(r"\(\?(?::|i\)|i:|P?<[A-Za-z]\w*>|=|!|<=|<!)")
 
@@ -36,6 +37,10 @@ def to_rust(pattern: str, pointer: str) -> str:
         if char == "\\":
             parts.append(_escape(pattern[i : i + 2], in_class, pattern, pointer))
             i += 2
+            continue
+        if not in_class and (everything := _EVERYTHING.match(pattern, i)) is not None:
+            parts.append("(?s:.)")
+            i = everything.end()
             continue
         if in_class:
             parts.append(_in_class(char, parts[-1]))

@@ -28,10 +28,20 @@ from .backend import CompiledGrammar, MaskRow
 from .budget import Closer, closer_of
 from .layout import LayoutGrammar
 from .limits import GrammarLimits
-from .llguidance_grammar import GrammarText, grammar_text, in_any_order, locate, widened
+from .llguidance_grammar import (
+    GrammarText,
+    as_rules,
+    counts_many,
+    grammar_text,
+    locate,
+    refuse_special,
+    widened,
+    without_counts,
+)
 from .llguidance_tags import tag_text
 from .masks import allowed_ids, is_allowed, row_of
 from .messages import reason
+from .schema_parts import LoweringError
 from .spec import ConstraintIssue, GrammarError, GrammarKind, GrammarSpec, KeyOrder, Whitespace
 from .vocabulary import Vocabulary
 
@@ -258,17 +268,25 @@ class LLGuidanceBackend:
     ) -> tuple[llguidance.LLMatcher, GrammarText]:
         if spec.kind != GrammarKind.STRUCTURAL_TAG:
             matcher, text = self._widening_matcher(shared, grammar_text(spec, self._limits))
-            if spec.order == KeyOrder.ANY:
-                return self._in_any_order(shared, matcher, text)
-            return matcher, text
+            return self._ruled(shared, matcher, text, spec.order)
         text = tag_text(
             spec,
             self._limits,
-            prepare=lambda part: self._prepared(part, shared)[1],
+            prepare=lambda part: self._part(part, shared),
             shortest=lambda part: self._short_text(part, shared),
             is_empty=lambda grammar: self._is_empty(shared, grammar),
         )
         return self._widening_matcher(shared, text)
+
+    def _part(self, spec: GrammarSpec, shared: _Shared) -> GrammarText:
+        """The grammar of a part of a tag: there JSON grammars have to do."""
+        text = self._widening_matcher(shared, grammar_text(spec, self._limits))[1]
+        if text.schema is not None:
+            refuse_special(text.schema, "not in a structural tag")
+            if spec.order == KeyOrder.ANY:
+                note = "keys come in the declared order: they are in a structural tag"
+                text = replace(text, notes=(*text.notes, note))
+        return text
 
     def _short_text(self, spec: GrammarSpec, shared: _Shared) -> str | None:
         ids = self.compile(spec, shared.vocabulary).shortest
@@ -308,28 +326,47 @@ class LLGuidanceBackend:
                 raise error from None
         raise error
 
-    def _in_any_order(
-        self, shared: _Shared, matcher: llguidance.LLMatcher, text: GrammarText
+    def _ruled(
+        self, shared: _Shared, matcher: llguidance.LLMatcher, text: GrammarText, order: KeyOrder
     ) -> tuple[llguidance.LLMatcher, GrammarText]:
-        """A matcher for the keys in any order; the one given when the engine refuses that."""
-        free = in_any_order(text, lambda grammar: self._is_dead(shared, grammar))
-        if free.grammar == text.grammar:
-            return matcher, free
-        wide = self._matcher(shared, free.grammar)
-        if wide.is_error():
-            why = reason(_first_line(wide.get_error()))
-            return matcher, replace(
-                text, notes=(*text.notes, f"keys come in the declared order: {why}")
-            )
-        return wide, free
+        """A matcher with what JSON grammars lack; the one given where that has no form.
 
-    def _is_dead(self, shared: _Shared, grammar: str) -> bool:
-        """Whether `grammar` is refused, or no text begins in it."""
+        Raises:
+            GrammarError: constants for which there is no other form.
+        """
+        schema = text.schema
+        if schema is None:
+            return matcher, text
+        is_stuck = counts_many(schema)
+        if order != KeyOrder.ANY and not (text.dropped or schema.special or is_stuck):
+            return matcher, text
+        try:
+            ruled = as_rules(
+                text, order, lambda grammar: self._fault(shared, grammar), counts=is_stuck
+            )
+            if ruled.grammar == text.grammar:
+                return matcher, text
+            wide = self._matcher(shared, ruled.grammar)
+            if wide.is_error():
+                raise LoweringError(reason(_first_line(wide.get_error())))
+            return wide, ruled
+        except LoweringError as error:
+            refuse_special(schema, str(error))
+            if is_stuck:
+                text = without_counts(text)
+                matcher = self._matcher(shared, text.grammar)
+            if order == KeyOrder.ANY:
+                note = f"keys come in the declared order: {error}"
+                text = replace(text, notes=(*text.notes, note))
+            return matcher, text
+
+    def _fault(self, shared: _Shared, grammar: str) -> str:
+        """Why `grammar` is refused, or why no text begins in it; "" when one does."""
         matcher = self._matcher(shared, grammar)
         if not matcher.is_error():
             row = np.zeros(shared.vocabulary.mask_words, dtype=np.int32)
             matcher.unsafe_compute_mask_ptr(_address(row), row.nbytes)
-        return bool(matcher.is_error())
+        return _first_line(matcher.get_error()) if matcher.is_error() else ""
 
     def _executor(self) -> llguidance.LLExecutor | None:
         if self._num_threads < _MIN_THREADS:

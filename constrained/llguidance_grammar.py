@@ -24,10 +24,10 @@ from .lowering import Lowering
 from .messages import reason, refuse_surrogates
 from .preflight import PreparedSchema, prepare_json_schema
 from .residual import SchemaCheck
-from .rewrite import Residual, widen
+from .rewrite import Dropped, Residual, widen
 from .schema_parts import LoweringError
 from .schema_walk import Json, Node, Resolver, escape, parse, reachable
-from .spec import Additional, GrammarError, GrammarKind, GrammarSpec, Whitespace
+from .spec import Additional, GrammarError, GrammarKind, GrammarSpec, KeyOrder, Whitespace
 from .tag_cursor import TagCheck
 
 # One run between two JSON tokens: up to 8 blanks, or a new line and its indentation.
@@ -44,6 +44,7 @@ class GrammarText:
     pattern: str | None = None  # the user's, of a regex
     kind: str = ""  # of what is no schema
     source: str = ""  # of the schema
+    dropped: tuple[Dropped, ...] = ()
     tags: TagCheck | None = None  # of a structural tag
     proposal: str | None = None  # a short text; None: one is to be looked for
     exits: tuple[str, ...] = ()  # what may close the text where a part has closed
@@ -142,13 +143,17 @@ def locate(
     return error, Node(origin, node.schema), keyword
 
 
+# Signs of a message that says what is lacking; other messages: it is malformed.
+_LACKS = {"pattern": ("look",), "patternProperties": ("disjoint", "look")}
 # Signs of a message that says no value is allowed, or that the schema is broken.
-_LACKS = {"pattern": "look", "patternProperties": "disjoint"}  # other messages: it is malformed
 _FINAL = ("greater", "nsatisfiable", "unclosed", "escapes")
+_EMPTY = ("nsatisfiable", "NoExtensionBias", "greater", "required property", "incompatible")
+_RULES_HAVE = ("patternProperties", "minProperties", "maxProperties")
 
 
 def _is_final(keyword: str, message: str) -> bool:
-    return _LACKS.get(keyword, "") not in message or any(sign in message for sign in _FINAL)
+    lacks = _LACKS.get(keyword, ("",))
+    return not any(sign in message for sign in lacks) or any(sign in message for sign in _FINAL)
 
 
 def widened(text: GrammarText, node: Node, keyword: str, message: str) -> GrammarText:
@@ -162,7 +167,7 @@ def widened(text: GrammarText, node: Node, keyword: str, message: str) -> Gramma
         raise GrammarError(message)
     schema, options = text.schema, text.options or {}
     assert schema is not None and isinstance(node.schema, dict)
-    residuals = list(schema.residuals)
+    residuals, dropped = list(schema.residuals), list(text.dropped)
     if keyword == "oneOf":
         for other in reachable(schema.document, Resolver(schema.document, schema.draft)):
             if isinstance(other.schema, dict) and "oneOf" in other.schema:
@@ -170,30 +175,111 @@ def widened(text: GrammarText, node: Node, keyword: str, message: str) -> Gramma
                 residuals.append(Residual(origin, "oneOf", "branches may overlap"))
                 widen(other.schema, "oneOf")
     else:
+        before = dict(node.schema)
         widen(node.schema, keyword)
-        residuals.append(Residual(node.pointer, keyword, reason(message)))
+        residual = Residual(node.pointer, keyword, reason(message))
+        residuals.append(residual)
+        if keyword in _RULES_HAVE:
+            lost = {key: value for key, value in before.items() if key not in node.schema}
+            dropped.append(Dropped(node.schema, lost, residual))
     schema = replace(schema, residuals=tuple(residuals))
     grammar = _json_grammar(schema.document, options)
-    return replace(text, grammar=grammar, schema=schema)
+    return replace(text, grammar=grammar, schema=schema, dropped=tuple(dropped))
 
 
-def in_any_order(text: GrammarText, fails: Callable[[str], bool]) -> GrammarText:
-    """The same grammar with keys in any order; with a note where it has to be as before."""
-    if text.schema is None or text.options is None:
+def as_rules(
+    text: GrammarText, order: KeyOrder, fault: Callable[[str], str], *, counts: bool = False
+) -> GrammarText:
+    """The same grammar as rules, with what JSON grammars lack: see `lowering`. `counts`: objects
+    that count their keys are rules too. What is dropped is taken up again. `fault` says what is
+    wrong with a grammar.
+
+    Raises:
+        GrammarError: constants that have no form.
+        LoweringError: no form as rules; `text` is as good as before.
+    """
+    schema, options = text.schema, text.options
+    if schema is None or options is None:
         return text
-    options = text.options
 
     def is_empty(what: dict[str, Json] | str) -> bool:
         grammar = lark_grammar(what) if isinstance(what, str) else _json_grammar(what, options)
-        return fails(grammar)
+        message = fault(grammar)
+        if message and not any(sign in message for sign in _EMPTY):
+            raise LoweringError(reason(message))
+        return bool(message)
 
+    for part in text.dropped:
+        part.schema.update(part.lost)
+    rules = None
     try:
-        rules = Lowering(text.schema.document, options, is_empty).run()
-    except (LoweringError, RecursionError) as error:
-        return replace(text, notes=(*text.notes, f"keys come in the declared order: {error}"))
+        rules = Lowering(
+            schema.document,
+            options,
+            is_empty,
+            order=order,
+            patterns=schema.patterns,
+            lacking=frozenset(id(part.schema) for part in text.dropped),
+            counts=counts,
+        ).run()
+    except RecursionError:
+        raise LoweringError("it is nested too deeply") from None
+    finally:
+        if rules is None:
+            for part in text.dropped:
+                for keyword in part.lost:
+                    del part.schema[keyword]
     if rules is None:
         return text
-    return replace(text, grammar=lark_grammar(f"{_skipping(options)}{rules}"))
+    taken_up = [part.residual for part in text.dropped]
+    residuals = tuple(residual for residual in schema.residuals if residual not in taken_up)
+    return replace(
+        text,
+        grammar=lark_grammar(f"{_skipping(options)}{rules}"),
+        schema=replace(schema, residuals=residuals),
+        dropped=(),
+    )
+
+
+def refuse_special(schema: PreparedSchema, why: str) -> None:
+    """Raise the GrammarError of the first constant that JSON grammars can't hold, if any."""
+    for part in schema.special:
+        residual = part.residual
+        raise GrammarError(
+            f"{residual.keyword}: {residual.reason} here: {why}",
+            pointer=f"{residual.pointer}/{residual.keyword}",
+            keyword=residual.keyword,
+            suggestion="use other values, or a pattern",
+            can_weaken=True,
+        )
+
+
+_MAX_COUNTED = 64  # optional keys of an object that counts them: engines take them in pairs
+
+
+def counts_many(schema: PreparedSchema) -> bool:
+    """Whether some object counts more keys than JSON grammars can."""
+    for node in reachable(schema.document, Resolver(schema.document, schema.draft)):
+        declared = node.schema.get("properties") if isinstance(node.schema, dict) else None
+        if isinstance(declared, dict) and len(declared) > _MAX_COUNTED:
+            assert isinstance(node.schema, dict)
+            if "minProperties" in node.schema or "maxProperties" in node.schema:
+                return True
+    return False
+
+
+def without_counts(text: GrammarText) -> GrammarText:
+    """The grammar with residuals for all counts of keys: for the engine they are too many."""
+    schema = text.schema
+    assert schema is not None
+    residuals = list(schema.residuals)
+    for node in reachable(schema.document, Resolver(schema.document, schema.draft)):
+        for keyword in ("minProperties", "maxProperties"):
+            if isinstance(node.schema, dict) and node.schema.pop(keyword, None) is not None:
+                origin = schema.origins.get(id(node.schema), node.pointer)
+                residuals.append(Residual(origin, keyword, "too many keys to count"))
+    schema = replace(schema, residuals=tuple(residuals))
+    return replace(text, grammar=_json_grammar(schema.document, text.options or {}), schema=schema)
 
 
 def _skipping(options: dict[str, Json]) -> str:
@@ -264,7 +350,9 @@ def _json_schema_text(spec: GrammarSpec, source: str, limits: GrammarLimits) -> 
     if schema.needs_plain_keys:
         options["json_allowed_escapes"] = _SHORT_ESCAPES
     grammar = _json_grammar(schema.document, options)
-    return GrammarText(grammar, (*notes, *schema.notes), schema, options, source=source)
+    return GrammarText(
+        grammar, (*notes, *schema.notes), schema, options, source=source, dropped=schema.special
+    )
 
 
 def _json_options(whitespace: Whitespace) -> dict[str, Json]:

@@ -1,7 +1,8 @@
-"""JSON Schemas as Lark rules where the order of keys is free, which JSON grammars can't say.
+"""JSON Schemas as Lark rules where JSON grammars have no form: keys in any order, counted keys,
+patterns of keys that overlap, numbers beyond a double.
 
     {"properties": {"a": A, "b": B}}   ->   object_1 with a and b in any order (see object_order)
-    everything without such objects    ->   %json, compiled by the engine as ever
+    everything without such parts      ->   %json, compiled by the engine as ever
 
 A rule stands for a conjunction: the schemas that one value must all satisfy, without allOf and
 $ref, which are taken apart, and with at most one choice (anyOf) less than the rule that uses it.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jsonschema_rs
 
@@ -28,33 +29,51 @@ from .schema_parts import (
     common_types,
     count_of,
     has_object,
+    has_special,
+    is_special,
     items_of,
     list_of,
     map_of,
     orders_keys,
     schemas_for_key,
     shape_of,
+    with_patterns,
 )
 from .schema_walk import Json, SchemaObject
+from .spec import KeyOrder
 
 _MAX_RULES = 4_000
-_MAX_ORDERED = 1_000  # keys of one object that are left in their order
+_WRITTEN_OUT = 1e22  # below, integral numbers are also written digit by digit
 _SCALARS = frozenset(("null", "boolean", "number", "integer", "string"))
 _MAX_REGIONS = 64
 _MANY = 1 << 30  # items: no limit
 
 
 class Lowering:
-    """Writes the rules of one prepared document. `is_empty` tells whether a JSON Schema with
-    its definitions, or a Lark grammar, allows nothing; `options` are those of the engine."""
+    """Writes the rules of one prepared document.
+
+    `is_empty` tells whether a JSON Schema with its definitions, or a Lark grammar, allows nothing;
+    `options` are those of the engine. `patterns` of the document, in the syntax of Rust, lead to
+    the user's. `lacking` holds identities of schemas that the engine has no form for; with
+    `counts` objects that count their keys are such, too.
+    """
 
     def __init__(
         self,
         document: SchemaObject,
         options: dict[str, Json],
         is_empty: Callable[[SchemaObject | str], bool],
+        *,
+        order: KeyOrder = KeyOrder.ANY,
+        patterns: Mapping[str, str] | None = None,
+        lacking: frozenset[int] = frozenset(),
+        counts: bool = False,
     ):
         self._document = document
+        self._order = order
+        self._patterns = patterns or {}
+        self._lacking = lacking
+        self._counts = counts
         self._options = options
         self._is_empty = is_empty
         self._splitter = Splitter(document)
@@ -66,29 +85,29 @@ class Lowering:
         self._num_names = 0
 
     def run(self) -> str | None:
-        """The Lark text; None when no order is left open anywhere.
+        """The Lark text; None when the engine's own form says it all.
 
         Raises:
             LoweringError: no form as rules.
         """
-        if not self._has_order(self._document):
+        if not self._needs_rules(self._document):
             return None
         start = self._rule(self._splitter.conjunction([self._document]))
         if start is None:
             raise LoweringError("no value is allowed")
         return "\n".join([f"start: {start}", *self._lines]) + "\n"
 
-    # Where order matters
+    # Where rules are needed
 
-    def _has_order(self, schema: Json) -> bool:
-        """Whether the order of keys is restricted in or below `schema`."""
+    def _needs_rules(self, schema: Json) -> bool:
+        """Whether the engine's own form of `schema`, or of a part of it, would not do."""
         found: list[Json] = [schema]
         seen: set[int] = set()
         while found:
             current = found.pop()
             if not isinstance(current, dict) or id(current) in seen:
                 continue
-            if self._needs.get(id(current)) or orders_keys(current):
+            if self._needs.get(id(current)) or self._is_lacking(current):
                 self._needs[id(schema)] = True
                 self._kept.append(schema)
                 return True
@@ -97,6 +116,14 @@ class Lowering:
                 found.append(self._splitter.follow(str(current["$ref"])))
             found += below(current)
         return False
+
+    def _is_lacking(self, schema: SchemaObject) -> bool:
+        source = self._splitter.sources.get(id(schema), id(schema))
+        if source in self._lacking or any(map(has_special, known_values(schema) or ())):
+            return True
+        if self._counts and ("minProperties" in schema or "maxProperties" in schema):
+            return True
+        return self._order == KeyOrder.ANY and orders_keys(schema)
 
     # Rules
 
@@ -114,7 +141,7 @@ class Lowering:
         if key in self._names:
             return self._names[key]
         parts = what.parts()
-        if not any(self._has_order(part) for part in parts):
+        if not any(self._needs_rules(part) for part in parts):
             name = self._plain(parts)
         else:
             name = self._names[key] = self._new("value")
@@ -162,24 +189,36 @@ class Lowering:
             return values
         everything: SchemaObject = {"allOf": what.parts()}
         try:
-            validator = jsonschema_rs.validator_for(
-                self._splitter.complete(everything), validate_formats=True
-            )
+            document = with_patterns(self._splitter.complete(everything), self._patterns)
+            assert isinstance(document, dict)
+            validator = jsonschema_rs.validator_for(document, validate_formats=True)
         except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError, ValueError):
             raise LoweringError("values that can't be judged") from None
         return [value for value in values if validator.is_valid(value)]
 
     def _of_values(self, values: Sequence[Json]) -> list[str | None]:
-        plain = [value for value in values if not has_object(value)]
         ways: list[str | None] = []
-        if plain:
-            ways.append(self._plain([{"enum": list(plain)}]))
+        plain: list[Json] = []
         for value in values:
-            if has_object(value):
+            is_ordered = self._order == KeyOrder.ANY and has_object(value)
+            if is_special(value):
+                ways.append(self._literal(value))
+            elif is_ordered or has_special(value):
                 shape = shape_of(value)
                 self._kept.append(shape)
                 ways.append(self._rule(self._splitter.conjunction([shape])))
-        return ways
+            else:
+                plain.append(value)
+        return [*ways, self._plain([{"enum": plain}])] if plain else ways
+
+    def _literal(self, value: Json) -> str:
+        """A number or a text that the engine can't hold, as it may be written."""
+        texts = [json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")]
+        if isinstance(value, float) and abs(value) < _WRITTEN_OUT:
+            texts.append(str(int(value)))
+        name = self._new("LITERAL")
+        self._lines.append(f"{name}: {' | '.join(map(json.dumps, texts))}")
+        return name
 
     def _scalar(self, bases: Sequence[SchemaObject], types: Sequence[str]) -> str | None:
         if not types:
@@ -279,9 +318,8 @@ class Lowering:
         declared.update(required)
         values: dict[str, str] = {}
         for key in declared:
-            value = self._rule(
-                self._splitter.conjunction([s for b in named for s in schemas_for_key(b, key)])
-            )
+            schemas = [s for base in named for s in schemas_for_key(base, key, self._patterns)]
+            value = self._rule(self._splitter.conjunction(schemas))
             if value is not None:
                 values[key] = value
             elif key in required:
@@ -302,12 +340,10 @@ class Lowering:
             minimum,
             min(maximums) if maximums else None,
         )
-        lines = any_order(name, keys)
-        if lines is None and len(declared) <= _MAX_ORDERED:
-            lines = declared_order(name, keys)
-        if lines is None:
-            raise LoweringError("an object with too many keys")
-        self._lines += lines
+        if others and minimum - len(required) > 1:
+            raise LoweringError("keys that may repeat are counted")
+        lines = any_order(name, keys) if self._order == KeyOrder.ANY else None
+        self._lines += declared_order(name, keys) if lines is None else lines
         return f"object_{name}"
 
     def _others(

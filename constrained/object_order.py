@@ -82,29 +82,46 @@ def _way(name: str, i: int, key: str, value: str) -> str:
     return f"{_text(key)} {value} rest_{name}::set_bit({i}) %if bit_clear({i})"
 
 
-def declared_order(name: str, keys: ObjectKeys) -> list[str] | None:
-    """As `any_order`, with the declared keys first and in their order; None: can't be counted."""
-    if keys.maximum is not None or keys.minimum > len(keys.required):
-        return None
+def declared_order(name: str, keys: ObjectKeys) -> list[str]:
+    """As `any_order`, with the declared keys first and in their order; any number of them.
+
+    The parameter counts the keys that are not required, as far as it matters.
+    """
+    num_required = len(keys.required)
+    spare = None if keys.maximum is None else keys.maximum - num_required
+    least = max(0, keys.minimum - num_required)
+    width = max(least, spare or 0).bit_length()
+    start, at, step = ("::0x0", "::_", f"::incr([0:{width}])") if width else ("", "", "")
+    has_room = "" if spare is None or not width else f"lt([0:{width}], {spare})"
+    is_enough = f"ge([0:{width}], {least})" if least else ""
+    takes_more = spare is None or spare > 0
     values = dict([*keys.required, *keys.optional])
     required = {key for key, _ in keys.required}
-    others = " | ".join(f'{rule} ":" {value}' for rule, value in keys.others)
-    lines = [f'object_{name}: "{{" none_{name}_0']
-    for i, key in enumerate(keys.declared):
-        pair, skip = f"{_text(key)} {values[key]} some_{name}_{i + 1}", ""
-        if key not in required:
-            skip = f" | none_{name}_{i + 1}"
-        lines.append(f"none_{name}_{i}: {pair}{skip}")
-        if key not in required:
-            skip = f" | some_{name}_{i + 1}"
-        lines.append(f'some_{name}_{i}: "," {pair}{skip}')
-    end = len(keys.declared)
-    if others:
-        lines.append(f"other_{name}: {others}")
-        lines.append(f'some_{name}_{end}: ("," other_{name})* "}}"')
-        lines.append(f'none_{name}_{end}: "}}" | other_{name} some_{name}_{end}')
-    else:
-        lines += [f'some_{name}_{end}: "}}"', f'none_{name}_{end}: "}}"']
+    order = [key for key in keys.declared if key in required or takes_more]
+    others = keys.others if takes_more else ()
+    lines = [f'object_{name}: "{{" none_{name}_0{start}']
+    num_left = len([key for key in order if key not in required])
+    for i, key in enumerate(order):
+        pair = f"{_text(key)} {values[key]} some_{name}_{i + 1}"
+        if key in required:
+            lines.append(f"none_{name}_{i}{at}: {pair}{at}")
+            lines.append(f'some_{name}_{i}{at}: "," {pair}{at}')
+            continue
+        num_left -= 1
+        must_take = least - num_left if least and not others else 0
+        skip = _when(f"ge([0:{width}], {must_take})" if must_take > 0 else "")
+        take = f"{pair}{step}{_when(has_room)}"
+        lines.append(f"none_{name}_{i}{at}: {take} | none_{name}_{i + 1}{at}{skip}")
+        lines.append(f'some_{name}_{i}{at}: "," {take} | some_{name}_{i + 1}{at}{skip}')
+    none, some = f"none_{name}_{len(order)}", f"some_{name}_{len(order)}"
+    # A rule with a parameter has to look at it.
+    close = _when(is_enough or (f"ge([0:{width}], 0)" if width else ""))
+    starts, goes_on = [f'"}}"{close}'], [f'"}}"{close}']
+    for key, value in others:
+        pair = f'{key} ":" {value} {some}{step}{_when(has_room)}'
+        starts.append(pair)
+        goes_on.append(f'"," {pair}')
+    lines += [f"{none}{at}: " + " | ".join(starts), f"{some}{at}: " + " | ".join(goes_on)]
     return lines
 
 

@@ -16,8 +16,8 @@ in keys: `"\u0061"` slips past the property `a`).
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -27,9 +27,10 @@ from . import formats
 from .ecma_regex import to_rust
 from .limits import GrammarLimits
 from .messages import refuse_surrogates_in
-from .rewrite import Residual, Rewriter
+from .rewrite import Dropped, Residual, Rewriter, widen
 from .schema_finite import refuse_infinite
 from .schema_numbers import inexact_bounds
+from .schema_parts import has_infinite, has_special
 from .schema_walk import (
     Draft,
     Json,
@@ -87,10 +88,16 @@ class PreparedSchema:
     origins: dict[int, str]  # identity of a subschema of `document` -> pointer in the source
     # Additional keys could be spelt with \uXXXX escapes and so evade the declared ones.
     needs_plain_keys: bool
+    # Constants that JSON grammars can't hold, only rules can (see `lowering`): no part of
+    # `document`; the engine may crash on them.
+    special: tuple[Dropped, ...]
+    patterns: dict[str, str]  # those of `document`, in Rust's syntax -> the user's
 
 
 @dataclass(slots=True)
 class _Totals:
+    special: list[Dropped] = field(default_factory=list)
+    patterns: dict[str, str] = field(default_factory=dict)
     enum_values: int = 0
     properties: int = 0
     multiple_of: int = 1
@@ -148,9 +155,8 @@ def prepare_json_schema(
         _rewrite_format(node, totals, formats_mode)
         _prepare_node(node, totals, limits)
     needs_plain_keys = any(_has_open_declared_keys(node) for node in nodes)
-    if needs_plain_keys:
-        for node in nodes:
-            _refuse_control_characters(node)
+    for node in nodes:
+        _note_special(node, totals, needs_plain_keys=needs_plain_keys)
     return PreparedSchema(
         document,
         draft,
@@ -159,6 +165,8 @@ def prepare_json_schema(
         rewriter.is_dynamic,
         origins,
         needs_plain_keys,
+        tuple(totals.special),
+        totals.patterns,
     )
 
 
@@ -234,6 +242,8 @@ def _prepare_node(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
 
 
 _PATTERNS = "patternProperties"
+_REPEATED_GROUP = re.compile(r"[+*}]\)\{\d*,?(\d+)\}")  # of parts that have no fixed length
+_MAX_STATES = 1_200  # repeats times characters
 
 
 def _rewrite_patterns(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
@@ -244,27 +254,42 @@ def _rewrite_patterns(node: Node, totals: _Totals, limits: GrammarLimits) -> Non
         limits.check_regex(pattern, pointer=_at(node, "pattern"), keyword="pattern")
         try:
             schema["pattern"] = to_rust(pattern, _at(node, "pattern"))
+            totals.patterns[str(schema["pattern"])] = pattern
         except GrammarError as error:
             totals.add(node, "pattern", error.reason)
             del schema["pattern"]
+        else:
+            _split_lengths(node, totals, pattern)
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict):
         return
     place = _at(node, "patternProperties")
-    if len(patterns) > limits.pattern_properties:
-        raise GrammarError(
-            f"patternProperties: {len(patterns)} patterns; the limit is "
-            f"{limits.pattern_properties}",
-            pointer=place,
-            keyword="patternProperties",
-            suggestion="join patterns with | where they ask for the same",
-            can_weaken=True,
-        )
     for pattern in patterns:
         limits.check_regex(pattern, pointer=f"{place}/{escape(pattern)}", keyword=_PATTERNS)
-    schema["patternProperties"] = {
-        to_rust(pattern, f"{place}/{escape(pattern)}"): child for pattern, child in patterns.items()
-    }
+    if len(patterns) > limits.pattern_properties:
+        totals.add(node, _PATTERNS, f"more than {limits.pattern_properties} patterns")
+        widen(schema, _PATTERNS)
+        return
+    try:
+        rewritten = {to_rust(p, f"{place}/{escape(p)}"): p for p in patterns}
+    except GrammarError as error:
+        totals.add(node, _PATTERNS, error.reason)
+        widen(schema, _PATTERNS)
+        return
+    totals.patterns.update(rewritten)
+    schema["patternProperties"] = {rust: patterns[p] for rust, p in rewritten.items()}
+
+
+def _split_lengths(node: Node, totals: _Totals, pattern: str) -> None:
+    """A count of words beside a count of characters: together they are too many states."""
+    schema = node.schema
+    assert isinstance(schema, dict)
+    repeats = [int(found[1]) for found in _REPEATED_GROUP.finditer(pattern)]
+    for keyword in ("maxLength", "minLength"):
+        bound = schema.get(keyword)
+        if isinstance(bound, int) and bound * max(repeats, default=0) > _MAX_STATES:
+            totals.add(node, keyword, "with this pattern it is checked on the whole string")
+            del schema[keyword]
 
 
 def _at(node: Node, keyword: str) -> str:
@@ -394,6 +419,8 @@ def _check_objects(node: Node, totals: _Totals) -> None:
     minimum = node.schema.get("minProperties")
     required = node.schema.get("required")
     num_required = len(required) if isinstance(required, list) else 0
+    if node.schema.get("additionalProperties") is False and not node.schema.get(_PATTERNS):
+        return
     if isinstance(minimum, int | float) and minimum > max(1, num_required):
         totals.add(node, "minProperties", "distinct additional keys are counted at the end")
         node.schema["minProperties"] = max(1, num_required)
@@ -409,15 +436,6 @@ def _check_numbers(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
         if keyword in node.schema and _has_huge_number(node.schema[keyword], limits.integer):
             totals.add(node, keyword, f"numbers beyond {limits.integer} are not exact")
             del node.schema[keyword]
-    for keyword in ("const", "enum"):
-        if keyword in node.schema and _has_huge_number(node.schema[keyword], limits.integer):
-            raise GrammarError(
-                f"{keyword}: numbers beyond {limits.integer} can't be enforced exactly",
-                pointer=_at(node, keyword),
-                keyword=keyword,
-                suggestion="use a text, or minimum and maximum",
-                can_weaken=True,
-            )
     step = node.schema.get("multipleOf")
     if not isinstance(step, int | float):
         return
@@ -444,21 +462,20 @@ def _has_open_declared_keys(node: Node) -> bool:
     return declared and schema.get("additionalProperties") is not False
 
 
-def _refuse_control_characters(node: Node) -> None:
-    r"""Without \uXXXX escapes some characters have no spelling; a value that needs one is lost."""
+def _note_special(node: Node, totals: _Totals, *, needs_plain_keys: bool) -> None:
+    r"""Constants for which only rules have a form.
+
+    Without \uXXXX escapes some characters have no spelling; with them, the engine spells them.
+    """
     assert isinstance(node.schema, dict)
     for keyword in ("const", "enum"):
-        if keyword in node.schema and _needs_escape(node.schema[keyword]):
+        value = node.schema.get(keyword)
+        if has_infinite(value):
             raise GrammarError(
-                f"{keyword}: control characters need \\u escapes, which are not generated in "
-                "schemas with open objects",
-                pointer=_at(node, keyword),
-                keyword=keyword,
-                suggestion="set additionalProperties to false",
-                can_weaken=True,
+                f"{keyword}: a number beyond a double", pointer=_at(node, keyword), keyword=keyword
             )
-
-
-def _needs_escape(value: Json) -> bool:
-    text = json.dumps(value, ensure_ascii=False)
-    return "\\u00" in text.replace("\\\\", "")
+        if keyword in node.schema and has_special(value, texts=needs_plain_keys):
+            why = "numbers beyond 2^53 - 1 and control characters have no exact form"
+            lost: SchemaObject = {keyword: node.schema.pop(keyword)}
+            residual = Residual(node.pointer, keyword, why)
+            totals.special.append(Dropped(node.schema, lost, residual))

@@ -16,6 +16,7 @@ _ESCAPED = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f"}
 _HEX = re.compile(r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\u\{[0-9a-fA-F]+\}|\\[pP](?:\{\w+\}|\w)")
 _ASCII = {"d": "0-9", "w": "0-9A-Za-z_", "D": "[^0-9]", "W": "[^0-9A-Za-z_]"}
+_EVERYTHING = "(?s:.)"
 _NOTHING = r"[^\s\S]"
 
 
@@ -28,6 +29,10 @@ def quoted(pattern: str) -> str | None:
     i, depth = 0, 0
     while i < len(pattern):
         char = pattern[i]
+        if pattern.startswith(_EVERYTHING, i):
+            parts.append(UNIT)
+            i += len(_EVERYTHING)
+            continue
         if char == "\\":
             atom = _atom_at(pattern, i)
             translated = _escape(atom)

@@ -43,6 +43,15 @@ class Residual:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Dropped:
+    """What a subschema lost because JSON grammars have no form for it."""
+
+    schema: SchemaObject
+    lost: SchemaObject
+    residual: Residual
+
+
 class Rewriter:
     """Rewrites the reachable nodes of one document in place.
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 
 import jsonschema_rs
 
 from .negation import known_values
 from .schema_walk import Json, SchemaObject
 
+_EXACT = 2**53 - 1
+_UNSPELT = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 SCALAR_KEYWORDS = frozenset(
     "minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum "
@@ -33,6 +37,32 @@ def orders_keys(schema: SchemaObject) -> bool:
         return True
     values = known_values(schema)
     return any(has_object(value) for value in values or ())
+
+
+def is_special(value: Json, *, texts: bool = True) -> bool:
+    r"""What JSON grammars can't hold: a number that a double may not hold exactly, a text with
+    characters that only \uXXXX spells."""
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, int | float):
+        return not -_EXACT <= value <= _EXACT
+    return texts and isinstance(value, str) and _UNSPELT.search(value) is not None
+
+
+def has_special(value: Json, *, texts: bool = True) -> bool:
+    if isinstance(value, list):
+        return any(has_special(item, texts=texts) for item in value)
+    if isinstance(value, dict):
+        return any(has_special(item, texts=texts) for item in (*value.values(), *value))
+    return is_special(value, texts=texts)
+
+
+def has_infinite(value: Json) -> bool:
+    if isinstance(value, list):
+        return any(map(has_infinite, value))
+    if isinstance(value, dict):
+        return any(map(has_infinite, value.values()))
+    return isinstance(value, float) and math.isinf(value)
 
 
 def has_object(value: Json) -> bool:
@@ -91,14 +121,15 @@ def items_of(base: SchemaObject) -> tuple[list[Json], Json]:
     return list_of(base, "prefixItems"), base.get("items", True)
 
 
-def schemas_for_key(base: SchemaObject, key: str) -> list[Json]:
-    """The schemas of `base` for the value of a property."""
+def schemas_for_key(base: SchemaObject, key: str, patterns: Mapping[str, str]) -> list[Json]:
+    """The schemas of `base` for the value of a property. `patterns` are as in `Lowering`."""
     found: list[Json] = []
     properties = map_of(base, "properties")
     if key in properties:
         found.append(properties[key])
-    patterns = map_of(base, "patternProperties")
-    found += [schema for pattern, schema in patterns.items() if matches(pattern, key)]
+    for pattern, schema in map_of(base, "patternProperties").items():
+        if matches(patterns.get(pattern, pattern), key):
+            found.append(schema)
     return found or [base.get("additionalProperties", True)]
 
 
@@ -106,8 +137,30 @@ def matches(pattern: str, key: str) -> bool:
     try:
         validator = jsonschema_rs.validator_for({"type": "string", "pattern": pattern})
     except (jsonschema_rs.ValidationError, ValueError):
-        raise LoweringError(f"pattern {pattern!r}") from None
+        raise LoweringError(f"the pattern of keys {pattern!r}") from None
     return bool(validator.is_valid(key))
+
+
+def with_patterns(schema: Json, patterns: Mapping[str, str]) -> Json:
+    """A copy of `schema` with other patterns."""
+    if isinstance(schema, list):
+        return [with_patterns(item, patterns) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result: SchemaObject = {}
+    for key, value in schema.items():
+        if key == "pattern" and isinstance(value, str):
+            result[key] = patterns.get(value, value)
+        elif key == "patternProperties" and isinstance(value, dict):
+            result[key] = {
+                patterns.get(pattern, pattern): with_patterns(child, patterns)
+                for pattern, child in value.items()
+            }
+        elif key in ("const", "enum"):
+            result[key] = value
+        else:
+            result[key] = with_patterns(value, patterns)
+    return result
 
 
 def shape_of(value: Json) -> SchemaObject:

@@ -64,6 +64,7 @@ def test_control_characters_have_escapes_where_no_key_can_hide(accepts: Accepts)
         ("^[\\]]$", "]", True),
         ("^[^\\]a]$", "]", False),
         ("^\\v$", "\x0b", True),
+        ("^[\\s\\S]$", "\u2028", True),
         ("^(?i)ab$", "AB", True),
     ],
 )

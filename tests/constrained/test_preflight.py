@@ -30,10 +30,8 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"$defs": {"a": INFINITE}, "properties": {"x": {"$ref": "#/$defs/a"}}}, "", "infinite"),
     ({"properties": {"x": {"$ref": "#"}}, "required": ["x"], "type": "object"}, "", "infinite"),
     ({"enum": []}, "/enum", "no value"),
-    ({"const": 2**53 + 1}, "/const", "exactly"),
     ({"pattern": "(a{1,1000}){1,1000}"}, "/pattern", "1000000"),
     ({"patternProperties": {"a{9999}b{99999}": {}}}, "/patternProperties/a{9999}b{99999}", ""),
-    ({"properties": {"a": {}}, "const": "\u0001"}, "/const", "escapes"),
     (False, "", "no value"),
     ([1], "", "an object or a boolean"),
     ({"$schema": 3}, "/$schema", "string"),
@@ -104,6 +102,7 @@ def test_unknown_formats_and_dialects_leave_a_note(compiler: GrammarCompiler) ->
     [
         ('{"type": "integer", "type": "string"}', "'type' twice"),
         ('{"minimum": NaN}', "NaN"),
+        ('{"const": {"a": [1e999]}}', "beyond a double"),
         ("{", "not JSON"),
         ("", "not JSON"),
         ('{"description": "' + "x" * 300_000 + '"}', "bytes long"),

@@ -81,6 +81,45 @@ EXACT: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["[]", "[0]", "[0,2]"],
     ),
 ]
+# What JSON grammars lack and rules have.
+RULES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"const": 2**53 + 1}, [f"{2**53 + 1}"], [f"{2**53}", f"{2**53 + 2}"]),
+    ({"enum": [-(2**63), {"a": [1e20]}]}, [f"{-(2**63)}", '{"a":[100000000000000000000]}'], ["1"]),
+    (
+        {"properties": {"a": {}, "b": {"enum": ["\u0001", 2]}}},
+        ['{"b":"\\u0001"}', '{"a":1,"b":2}', "3"],
+        ['{"b":""}', '{"b":"\\u0002"}', '{"b":3}'],
+    ),
+    (
+        {"type": "object", "patternProperties": {"^a": {"minimum": 2}, "b$": {"maximum": 5}}},
+        ['{"ab":3,"a":9,"b":0,"k":[]}', "{}"],
+        ['{"ab":1}', '{"ab":6}', '{"a":1}', '{"b":6}'],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"a": {}, "b": {}, "c": {}},
+            "additionalProperties": False,
+            "minProperties": 2,
+        },
+        ['{"a":1,"b":1}', '{"b":1,"c":1}', '{"a":1,"b":1,"c":1}'],
+        ["{}", '{"b":1}', '{"b":1,"a":1}', '{"a":1,"a":1}'],
+    ),
+    (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1},
+        ["{}", '{"b":1}', '{"z":1}'],
+        ['{"a":1,"b":1}', '{"a":1,"z":1}'],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {f"k{i}": {"type": "integer"} for i in range(100)},
+            "minProperties": 1,
+        },
+        ['{"k7":1,"k99":2}', '{"z":[]}'],
+        ["{}", '{"k7":null}'],
+    ),
+]
 RESIDUAL: list[tuple[dict[str, Any], str, list[str], list[str]]] = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems", ["[1,2]"], ["[1,1]", "[1,1.0]"]),
     ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "oneOf", ["1", "3.5", '"a"'], ["4", "1.5"]),
@@ -90,10 +129,22 @@ RESIDUAL: list[tuple[dict[str, Any], str, list[str], list[str]]] = [
     ({"format": "json-pointer"}, "format", ['"/a"', "1"], ['"a"']),
     ({"type": "string", "pattern": "^(?=a)[a-z]+$"}, "pattern", ['"ab"'], ['"ba"']),
     ({"type": "integer", "multipleOf": 1_000_003}, "multipleOf", ["1000003"], ["7"]),
+    (
+        {"type": "string", "pattern": "^(?:\\S+\\s+){0,19}\\S+$", "maxLength": 99},
+        "maxLength",
+        ['"a b"', f'"{"five " * 19}five"'],
+        [f'"{"x" * 100}"', f'"{"a " * 20}a"'],
+    ),
+    (
+        {"type": "object", "patternProperties": {"^(?=a)": {"type": "null"}}},
+        "patternProperties",
+        ['{"ab":null,"b":1}'],
+        ['{"ab":1}'],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("schema", "valid", "invalid"), EXACT)
+@pytest.mark.parametrize(("schema", "valid", "invalid"), [*EXACT, *RULES])
 def test_rewritten_exactly(
     compiler: GrammarCompiler,
     accepts: Accepts,
