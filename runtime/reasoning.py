@@ -21,14 +21,11 @@ class Parts(NamedTuple):
 
 
 class ReasoningSplit:
-    """The text of one request. `bytes_of` gives a token's bytes."""
+    """The text of one request."""
 
-    def __init__(
-        self, reasoning: Reasoning, bytes_of: Callable[[int], bytes], *, is_exact: bool
-    ) -> None:
+    def __init__(self, reasoning: Reasoning, *, is_exact: bool) -> None:
         """`is_exact`: the answer is to be told as it is, with blanks at its beginning."""
         self._reasoning = reasoning
-        self._counter = TokenCounter(reasoning, bytes_of)
         self._is_exact = is_exact
         self._held = ""
         self._is_begun = False  # past the start
@@ -37,14 +34,8 @@ class ReasoningSplit:
         self.reasoning = ""
         self.content = ""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the thinking, its end included."""
-        return self._counter.num_tokens
-
-    def push(self, text: str, token_ids: Sequence[int], *, is_last: bool = False) -> Parts:
+    def push(self, text: str, *, is_last: bool = False) -> Parts:
         """Take what is new; after `is_last` nothing is held back."""
-        self._counter.push(token_ids, is_last=is_last)
         self._held += text
         reasoning = ""
         if not self._is_over:
@@ -79,7 +70,7 @@ class ReasoningSplit:
             taken, self._held = self._held[:found].rstrip(), self._held[found + len(end) :]
             self._is_over = True
         else:
-            length = 0 if is_last else _overlap(self._held, end)
+            length = 0 if is_last else overlap(self._held, end)
             taken = self._held[: len(self._held) - length].rstrip()
             self._held = self._held[len(taken) :]
         return taken if self.reasoning else taken.lstrip()
@@ -93,7 +84,7 @@ class ReasoningSplit:
 
 
 class TokenCounter:
-    """Counts the tokens of the thinking."""
+    """Counts the tokens of the thinking, its end included; by the bytes that tokens stand for."""
 
     def __init__(self, reasoning: Reasoning, bytes_of: Callable[[int], bytes]) -> None:
         self._start = reasoning.start.encode()
@@ -108,7 +99,7 @@ class TokenCounter:
     def num_tokens(self) -> int:
         return self._num_read if self._is_certain else 0
 
-    def push(self, token_ids: Sequence[int], *, is_last: bool = False) -> None:
+    def push(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             if self._is_over:
                 return
@@ -129,7 +120,7 @@ class TokenCounter:
             self._is_over = True
 
 
-def _overlap(text: str, end: str) -> int:
+def overlap(text: str, end: str) -> int:
     """Length of the longest end of `text` with which `end` begins."""
     for length in range(min(len(text), len(end) - 1), 0, -1):
         if end.startswith(text[len(text) - length :]):

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from palmette.constrained.spec import ConstraintIssue
+from palmette.runtime.reasoning import TokenCounter
 from palmette.runtime.request import (
     ErrorInfo,
     Finish,
@@ -46,6 +47,11 @@ class Choice:
     usage: Usage = field(default_factory=Usage)
     finish: Finish | None = None
     warnings: tuple[ConstraintIssue, ...] = ()
+    counter: TokenCounter | None = None  # of one that may begin with thinking
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self.counter is None else self.counter.num_tokens
 
     @property
     def text(self) -> str:
@@ -55,6 +61,8 @@ class Choice:
 
     def add(self, output: Output) -> None:
         self.token_ids += output.token_ids
+        if self.counter is not None:
+            self.counter.push(output.token_ids)
         if output.text:
             self.texts.append(output.text)
         self.logprobs += output.logprobs

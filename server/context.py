@@ -11,6 +11,7 @@ from typing import cast
 
 from starlette.requests import ClientDisconnect, Request
 
+from palmette.runtime.reasoning import TokenCounter
 from palmette.runtime.request import EngineInfo, ErrorInfo
 from palmette.runtime.request import Request as EngineRequest
 
@@ -110,7 +111,7 @@ class ServerContext:
         """Judge and submit. `rids`: none, one for the whole call, or one per prompt."""
         self.check_accepting()
         requests = make_requests(call_id, prompts, plans, self.info, names)
-        return self.calls.open(
+        call = self.calls.open(
             call_id,
             requests,
             owner=owner.name,
@@ -118,6 +119,13 @@ class ServerContext:
             names=names,
             receive=request.receive,
         )
+        for choice in call.choices:
+            if choice.request.reasoning is not None:
+                choice.counter = TokenCounter(choice.request.reasoning, self._bytes_of)
+        return call
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        return self.text.token_bytes(token_id, self.info)
 
     def stop_all(self, reason: str) -> None:
         """End every open call with an error that its client gets."""

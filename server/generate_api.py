@@ -45,6 +45,7 @@ from .limits import (
     prompt_list,
 )
 from .openai_format import number
+from .reasoning import named_reasoning
 from .respond import Chunk, json_response, stream_response
 from .schemas import GenerateBody, SamplingBody, to_struct
 from .text_service import TextService
@@ -154,6 +155,7 @@ def _plans(
             Plan(
                 sampling=generate_sampling(sampling, context.info),
                 constraint=generate_constraint(sampling, context.info.limits),
+                reasoning=named_reasoning(sampling.reasoning_end),
                 logprobs=options,
                 n=sampling.n,
                 namespace=namespace,
@@ -254,7 +256,7 @@ class GenerateFormat:
             "completion_tokens": usage.completion_tokens,
             "forced_tokens": usage.forced_tokens,
             "cached_tokens": usage.cached_tokens,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": choice.num_reasoning_tokens,
             "weight_version": "default",
             "num_retractions": usage.num_preemptions,
             "e2e_latency": time.monotonic() - self.call.started,

@@ -18,6 +18,7 @@ from palmette.runtime.request import (
     EngineInfo,
     Limits,
     LogprobOptions,
+    Reasoning,
     Request,
     RequestError,
     ReuseHint,
@@ -72,6 +73,7 @@ class Plan:
 
     sampling: SamplingParams
     constraint: Constraint | None = None
+    reasoning: Reasoning | None = None
     logprobs: LogprobOptions = field(default_factory=LogprobOptions)
     n: int = 1
     namespace: tuple[str, ...] = ()
@@ -104,6 +106,7 @@ def make_requests(
                 prompt_ids=prompt,
                 sampling=plan.sampling,
                 grammar=None if plan.constraint is None else plan.constraint.spec,
+                reasoning=plan.reasoning,
                 logprobs=plan.logprobs,
                 choice_index=choice_index,
                 namespace=plan.namespace,

@@ -39,6 +39,8 @@ def check_template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     arguments = {k: v for k, v in body.chat_template_kwargs.items() if v is not None}
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
+    if isinstance(body, ChatBody) and body.enable_thinking is not None:
+        arguments.setdefault("enable_thinking", body.enable_thinking)
     for name, value in arguments.items():
         path = f"chat_template_kwargs.{printable(name)}"
         if name not in TEMPLATE_KWARGS:

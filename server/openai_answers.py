@@ -9,12 +9,13 @@ from palmette.constrained.spec import told
 from palmette.runtime.request import Output, TokenLogprob
 
 from .calls import Call, Choice
+from .chat_parts import ChatParts
 from .context import ServerContext
 from .json_array import JsonArray
 from .openai_format import CompletionTables, LogprobFormat, finish_reason, usage
 from .respond import Chunk
 from .schemas import ChatBody, CompletionBody, OpenAIBody
-from .tools import ToolMode, forced_call, is_complete, tool_call
+from .tools import ToolMode, tool_call
 
 
 class _Answers:
@@ -89,6 +90,15 @@ class ChatFormat(_Answers):
         super().__init__(context, body, call)
         self._wants_logprobs = body.logprobs
         self._mode = mode
+        self._parts = [
+            ChatParts(
+                choice.request,
+                mode,
+                separate=body.separate_reasoning,
+                stream_reasoning=body.stream_reasoning,
+            )
+            for choice in call.choices
+        ]
         self._entries: dict[int, JsonArray] = {}  # by choice, of answers that are not streamed
 
     def prepare(self, choice: Choice) -> Iterator[None]:
@@ -100,10 +110,11 @@ class ChatFormat(_Answers):
         return self._whole([self._choice(choice) for choice in choices])
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self._text(choice.text)}
-        called = forced_call(choice.text, self._mode) if self._mode.is_forced else None
-        if called is not None:
-            message |= {"content": None, "tool_calls": [called]}
+        parts = self._parts[choice.index]
+        parts.push(Output(request_id="", text=choice.text, finish=choice.finish))
+        message = parts.message()
+        if not self._detokenize and message["content"] is not None:
+            message["content"] = ""
         message["refusal"] = None
         logprobs = None
         if self._wants_logprobs:
@@ -119,7 +130,7 @@ class ChatFormat(_Answers):
     def _reason(self, choice: Choice) -> str | None:
         """tool_calls only for a call that is whole: a client will parse it."""
         reason = finish_reason(choice.finish)
-        if reason == "stop" and self._mode.is_forced and is_complete(choice.text, self._mode):
+        if reason == "stop" and self._parts[choice.index].has_whole_call:
             return "tool_calls"
         return reason
 
@@ -132,28 +143,18 @@ class ChatFormat(_Answers):
             yield self._delta(choice, delta)
 
     def chunks(self, choice: Choice, output: Output) -> Iterable[Chunk]:
-        text = self._text(output.text)
-        delta: dict[str, Any] = {"content": text} if text else {}
-        if self._mode.is_forced:
-            delta = self._tool_delta(choice, output)
+        deltas = [d for d in self._parts[choice.index].push(output) if self._is_told(d)]
         scored = self._wants_logprobs and output.logprobs
-        if delta or scored or (self._return_ids and output.token_ids):
-            yield self._delta(choice, delta, output.logprobs, output.token_ids)
+        if not deltas and (scored or (self._return_ids and output.token_ids)):
+            deltas = [{}]
+        for i, delta in enumerate(deltas):  # what belongs to the tokens comes once
+            logprobs, ids = (output.logprobs, output.token_ids) if i == 0 else ((), ())
+            yield self._delta(choice, delta, logprobs, ids)
         if output.finish is not None:
             yield self._delta(choice, {}, reason=self._reason(choice))
 
-    def _tool_delta(self, choice: Choice, output: Output) -> dict[str, Any]:
-        """Arguments as they come when the tool is known; else the whole call at the end."""
-        if self._mode.name is not None:
-            part = {"index": 0, "function": {"arguments": output.text}}
-            return {"tool_calls": [part]} if output.text else {}
-        if output.finish is None:
-            return {}
-        called = forced_call(choice.text, self._mode)
-        if called is None:
-            text = self._text(choice.text)
-            return {"content": text} if text else {}
-        return {"tool_calls": [{"index": 0, **called}]}
+    def _is_told(self, delta: dict[str, Any]) -> bool:
+        return self._detokenize or "content" not in delta
 
     def _delta(
         self,

@@ -6,11 +6,13 @@ import dataclasses
 
 from fastapi import APIRouter, Request, Response
 
+from palmette.constrained.spec import GrammarKind
+
 from .auth import Owner
 from .calls import Call
-from .constraints import only, openai_constraints
+from .constraints import Constraint, only, openai_constraints
 from .context import ServerContext, context_of, read_struct
-from .errors import invalid
+from .errors import ApiError, invalid
 from .limits import (
     CHAT_NAMES,
     COMPLETION_NAMES,
@@ -30,9 +32,10 @@ from .limits import (
 )
 from .messages import check_messages, check_template_options, check_tools
 from .openai_answers import ChatFormat, CompletionFormat
+from .reasoning import PROMPT_TAIL, chat_reasoning, named_reasoning
 from .respond import OutputFormat, json_response, stream_response
 from .schemas import ChatBody, CompletionBody, OpenAIBody
-from .tools import tool_mode
+from .tools import ToolMode, beside_answer, tool_mode
 
 router = APIRouter()
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -46,7 +49,12 @@ async def chat_completions(request: Request) -> Response:
     _check_common(body, context)
     check_messages(body.messages, context.config.max_messages)
     kwargs = check_template_options(body)
-    mode = tool_mode(check_tools(body.tools, context.config.max_tools), body.tool_choice)
+    mode = tool_mode(
+        check_tools(body.tools, context.config.max_tools),
+        body.tool_choice,
+        template=info.chat_template,
+        parallel=body.parallel_tool_calls,
+    )
     for name, value in (("stop", body.stop), ("stop_regex", body.stop_regex)):
         if mode.is_forced and value:
             raise invalid(
@@ -55,10 +63,14 @@ async def chat_completions(request: Request) -> Response:
                 name,
             )
     constraints = openai_constraints(body)
-    constraints["tools"] = mode.grammar
+    asked = only(constraints, info.limits)
+    if asked is not None and mode.format is not None:
+        asked, mode = _beside_tools(asked, mode)
+    elif mode.grammar is not None:
+        asked = only(constraints | {"tools": mode.grammar}, info.limits)
     plan = Plan(
         sampling=openai_sampling(body, _chat_max_tokens(body), info, CHAT_NAMES),
-        constraint=only(constraints, info.limits),
+        constraint=asked,
         logprobs=chat_logprobs(body),
         n=body.n,
         namespace=context.namespace(owner, cache_salt=body.cache_salt),
@@ -77,6 +89,9 @@ async def chat_completions(request: Request) -> Response:
         kwargs=kwargs,
         add_generation_prompt=body.add_generation_prompt,
     )
+    tail = await context.text.decode(prompt[-PROMPT_TAIL:])
+    reasoning = chat_reasoning(info.chat_template, tail, kwargs, body.reasoning_end)
+    plan = dataclasses.replace(plan, reasoning=reasoning)
     if plan.sampling.max_new_tokens is None:
         room = max(1, info.context_length - len(prompt))
         default = max(context.config.default_max_tokens or room, plan.sampling.min_new_tokens)
@@ -84,7 +99,21 @@ async def chat_completions(request: Request) -> Response:
         plan = dataclasses.replace(plan, sampling=sampling)
     names = names_of(CHAT_NAMES, [plan])
     call = _open(context, request, owner, "chatcmpl", body, [prompt], [plan], names)
-    return await _respond(call, ChatFormat(context, body, call, mode), body, context)
+    try:
+        return await _respond(call, ChatFormat(context, body, call, mode), body, context)
+    except ApiError as error:
+        raise mode.located(error) from None
+
+
+def _beside_tools(asked: Constraint, mode: ToolMode) -> tuple[Constraint, ToolMode]:
+    """A constraint of the answer and tools that may be called instead.
+
+    Only JSON can be told from a call; with any other constraint there are no calls.
+    """
+    if asked.spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT):
+        spec = beside_answer(mode, asked.spec)
+        return asked._replace(spec=spec), dataclasses.replace(mode, grammar=spec)
+    return asked, ToolMode(shown=mode.shown)
 
 
 @router.post("/v1/completions")
@@ -103,6 +132,7 @@ async def completions(request: Request) -> Response:
     plan = Plan(
         sampling=openai_sampling(body, max_tokens, info, COMPLETION_NAMES),
         constraint=only(openai_constraints(body), info.limits),
+        reasoning=named_reasoning(body.reasoning_end),
         logprobs=completion_logprobs(body),
         n=body.n,
         namespace=context.namespace(owner, cache_salt=body.cache_salt),

@@ -26,12 +26,13 @@ def finish_reason(finish: Finish | None) -> str | None:
 
 def usage(choices: Iterable[Choice]) -> dict[str, Any]:
     """Prompts count once, however many choices they have; completions are summed."""
-    prompt = cached = completion = forced = 0
+    prompt = cached = completion = forced = reasoning = 0
     tiers = {"device": 0, "host": 0, "disk": 0, "shared": 0}
     misses: dict[str, int] = {}
     for choice in choices:
         completion += choice.usage.completion_tokens
         forced += choice.usage.forced_tokens
+        reasoning += choice.num_reasoning_tokens
         if choice.request.choice_index == 0:
             prompt += len(choice.request.prompt_ids)
             cached += choice.usage.cached_tokens
@@ -49,7 +50,10 @@ def usage(choices: Iterable[Choice]) -> dict[str, Any]:
             "cached_tokens_by_tier": tiers,
             "miss_reasons": misses,
         },
-        "completion_tokens_details": {"reasoning_tokens": 0, "forced_tokens": forced},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning,
+            "forced_tokens": forced,
+        },
     }
 
 

@@ -100,6 +100,7 @@ class OpenAIBody(msgspec.Struct, kw_only=True, frozen=True):
     rid: str | None = None
     request_id: str | None = None  # the same as rid
     timeout_s: float | None = None
+    reasoning_end: str | None = None  # thinking ends with it, the answer begins behind it
     return_token_ids: bool = False
     detokenize: bool = True
     # told by some clients, without an effect here
@@ -144,6 +145,7 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None  # the same in chat_template_kwargs
     separate_reasoning: bool = True
     stream_reasoning: bool = True
 
@@ -177,6 +179,7 @@ class SamplingBody(JsonOptions, kw_only=True, frozen=True):
     lark: str | None = None
     choice: list[str] | None = None
     structural_tag: str | dict[str, Any] | None = None
+    reasoning_end: str | None = None  # thinking ends with it, the answer begins behind it
     beam_width: int = 1
     custom_params: dict[str, Any] = {}
 

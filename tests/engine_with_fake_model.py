@@ -1,8 +1,9 @@
 """The engine process with a scripted model: the real loop, engine and socket, no weights.
 
 Run as a script by the tests. `EngineConfig.model` says what the model does, as a query string:
-    script=letters|hash        what it generates          delay=0.02   seconds per forward pass
+    script=letters|hash|echo   what it generates          delay=0.02   seconds per forward pass
     poison=ID                  a forward pass with this token raises
+    template=NAME              one of `TEMPLATES`
 """
 
 from __future__ import annotations
@@ -26,6 +27,28 @@ def letters(ids: Sequence[int]) -> int:
     return ord("a") + len(ids) % 26
 
 
+_TURNS = "{% for m in messages %}<user>{{ m.content }}</user>{% endfor %}<assistant>"
+TEMPLATES = {
+    "plain": _TURNS,
+    "thinks": _TURNS + "<think>\n{# </think> #}",
+    "may think": _TURNS + "{% if enable_thinking is false %}<think>\n\n</think>{% endif %}",
+    "hermes": _TURNS + """{# <tool_call>{"name": "f", "arguments": {}}</tool_call> #}""",
+    "qwen_coder": _TURNS + "{# <tool_call><function=f><parameter=x></function></tool_call> #}",
+}
+
+
+def echo(ids: Sequence[int]) -> int:
+    """What the user said, behind <assistant>; then the end."""
+    text = b"".join(bytes([i]) for i in ids if i < 256)
+    start = text.rfind(b"<assistant>")
+    said = text[text.rfind(b"<user>", 0, start) + len(b"<user>") : text.rfind(b"</user>", 0, start)]
+    place = len(text) - start - len(b"<assistant>")
+    return said[place] if place < len(said) else 256
+
+
+SCRIPTS = {"letters": letters, "echo": echo, "hash": None}
+
+
 def load(config: EngineConfig) -> Engine:
     options = dict(parse_qsl(config.model))
     if "missing" in options:
@@ -41,18 +64,20 @@ def load(config: EngineConfig) -> Engine:
             time.sleep(delay)
 
     runner = FakeRunner(
-        letters if options.get("script", "letters") == "letters" else None,
+        SCRIPTS[options.get("script", "letters")],
         num_pages=num_pages,
         page_size=config.page_size,
         vocab_size=VOCAB_SIZE,
         on_launch=on_launch,
     )
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = TEMPLATES.get(options.get("template", ""))
     return fake_engine(
         runner=runner,
         context_length=config.context_length or 2048,
         scheduler=config.scheduler,
         limits=config.limits,
-        tokenizer=ByteTokenizer(),
+        tokenizer=tokenizer,
         seed=config.seed,
         config=config,
     )

@@ -215,14 +215,16 @@ def test_the_end_may_be_a_special_token_and_is_shown() -> None:
 
 
 def parts_of(text: str, reasoning: Reasoning, size: int, *, is_exact: bool) -> tuple[str, str, int]:
-    told = ReasoningSplit(reasoning, lambda i: bytes([i]), is_exact=is_exact)
+    told = ReasoningSplit(reasoning, is_exact=is_exact)
+    counter = TokenCounter(reasoning, lambda i: bytes([i]))
+    counter.push(text.encode())
     pushed = [
-        told.push(text[i : i + size], text[i : i + size].encode(), is_last=i + size >= len(text))
+        told.push(text[i : i + size], is_last=i + size >= len(text))
         for i in range(0, max(1, len(text)), size)
     ]
     assert "".join(part.reasoning for part in pushed) == told.reasoning
     assert "".join(part.content for part in pushed) == told.content
-    return told.reasoning, told.content, told.num_tokens
+    return told.reasoning, told.content, counter.num_tokens
 
 
 UNSURE = replace(THINK, is_certain=False)
