@@ -64,7 +64,7 @@ def run_program(
     Raises:
         TypeError: an argument is missing, or nothing takes it.
     """
-    arguments, defaults = _split(program, given)
+    arguments, defaults = split_arguments(program, given)
     session = session_of(backend)
     every = Arguments(program, arguments)
     return _start(program, every, defaults, session, eager=eager, stream=stream)
@@ -80,7 +80,7 @@ def run_program_batch(
     progress_bar: bool,
 ) -> Iterator[ProgramState]:
     """Run entries together; yields states in their order."""
-    rest, defaults = _split(program, sampling)
+    rest, defaults = split_arguments(program, sampling)
     session = session_of(backend)
     batch = BatchStart(len(entries))
     given = [Arguments(program, {**rest, **_entry(program, entry)}) for entry in entries]
@@ -103,7 +103,9 @@ def _entry(
     return entry
 
 
-def _split(program: Program, given: Mapping[str, object]) -> tuple[dict[str, object], RunDefaults]:
+def split_arguments(
+    program: Program, given: Mapping[str, object]
+) -> tuple[dict[str, object], RunDefaults]:
     """Arguments of the program, and defaults of its gens."""
     arguments = {name: value for name, value in given.items() if name in program.arg_names}
     defaults, rest = split_defaults(
@@ -133,12 +135,12 @@ def _start(
         reading = serve_program(client, program, arguments, defaults, session, stream=stream)
     if reading is None:
         nodes = bind(program, arguments, defaults, session.chat)
-        reading = _interpreted(nodes, session) if eager else _recorded(nodes, session, batch)
+        reading = _interpreted(nodes, session) if eager else recorded(nodes, session, batch)
     host = Host(reading=reading, session=session, chat=lambda: session.chat, defaults=defaults)
     return CompiledState(program, arguments, host)
 
 
-def _recorded(nodes: Sequence[Node], session: Session, batch: BatchStart | None) -> Recorder:
+def recorded(nodes: Sequence[Node], session: Session, batch: BatchStart | None) -> Recorder:
     reading = Recorder(session, batch, critical_path(nodes))
     for node in nodes:
         reading.append(node)

@@ -13,8 +13,9 @@ import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from palmette.runtime.request import ErrorInfo, Output, Request, Usage
+from palmette.runtime.request import ErrorInfo, Finish, Output, Request, Usage
 
 from .calls import GenCall, PendingCall, Result, SelectCall, continue_with
 from .content import Content, Encoder, end_of, extend, splice, text_of
@@ -39,6 +40,15 @@ from .streams import Issue, Stream, request_of
 NOTHING_AHEAD = Outlook()
 
 
+class Answered(NamedTuple):
+    """What one request gave, for a forecast that is to be held against it."""
+
+    name: str  # of the request, inside its run
+    token_ids: tuple[int, ...]
+    text: str
+    finish: Finish | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRecord:
     """A finished Gen or Select, for `explain`."""
@@ -48,6 +58,7 @@ class CallRecord:
     value: ValueId  # counts up in the order in which the program wrote its operations
     line: Line
     usages: tuple[Usage, ...]  # one per request
+    answers: tuple[Answered, ...] = ()  # the same; of a run on a server not known
     finished_s: float | None  # when the last request was done, since it was submitted
 
 
@@ -60,8 +71,17 @@ def record_of(node: Gen | Select, streams: Sequence[Stream]) -> CallRecord:
         value=node.value,
         line=node.line,
         usages=tuple(stream.usage for stream in streams),
+        answers=tuple(
+            Answered(name_of(stream.request), tuple(stream.token_ids), stream.text, stream.finish)
+            for stream in streams
+        ),
         finished_s=max((time for time in times if time is not None), default=None),
     )
+
+
+def name_of(request: Request) -> str:
+    """A request inside its run: its ids are RUN-NAME."""
+    return request.request_id.rpartition("-")[2]
 
 
 class ProgramRun:

@@ -21,6 +21,7 @@ from .ir import ROOT, Gen, Node, Select, StateId, ValueId, format_node
 
 if TYPE_CHECKING:
     from .backends import Backend
+    from .forecast import Forecast, Prices
     from .state import ProgramState
 
 
@@ -151,6 +152,40 @@ class Program:
             progress_bar=progress_bar,
         )
         return states if generator_style else list(states)
+
+    def explain(
+        self,
+        *,
+        backend: Backend | None = None,
+        batch: Sequence[Mapping[str, object]] | None = None,
+        analyze: bool = False,
+        is_warm: bool = False,
+        prices: Prices | None = None,
+        lengths: Mapping[str, int] | None = None,
+        **kwargs: Any,
+    ) -> Forecast:
+        """What a run with these arguments takes, or one run per entry of `batch`.
+
+        Tokens, cached and computed, of each call; forward passes, pages, the longest chain, and
+        seconds and money where step times and `prices` are known. `is_warm`: given what the
+        engine's cache holds now. `lengths`: tokens of named gens, where max_tokens is too many.
+        `analyze`: run it, and show what was measured beside the prediction for these texts.
+
+        >>> costs = ask.compile().explain(question="1+1?")  # print(costs) shows a table
+        >>> is_less = costs.cached_tokens < costs.prompt_tokens
+        """
+        from .forecast import explain_program
+
+        return explain_program(
+            self,
+            kwargs,
+            backend=backend,
+            batch=batch,
+            analyze=analyze,
+            is_warm=is_warm,
+            prices=prices,
+            lengths=lengths or {},
+        )
 
     def to_json(self) -> bytes:
         """The program as JSON, for `from_json` here or on another machine.

@@ -1,4 +1,4 @@
-"""The command line: `palmette serve`, `run`, `chat`, `pull`, `bench`, `cache`, `plan`, `demo`...
+"""The command line: `palmette serve`, `run`, `explain`, `chat`, `pull`, `bench`, `cache`, `plan`...
 
 Thin by rule: it turns words into configurations and calls what does the work. What a user can
 mend ends with one line on stderr and exit status 2, never with a traceback.
@@ -22,6 +22,7 @@ from palmette.runtime.request import Limits, RequestError
 from .bench_options import add_arguments as add_bench_arguments
 from .bench_options import add_kernel_arguments
 from .config import ServerConfig, UserError
+from .explain_options import add_arguments as add_explain_arguments
 from .plan_options import add_arguments as add_plan_arguments
 from .schema_options import add_arguments as add_schema_arguments
 
@@ -183,6 +184,10 @@ def _parser() -> argparse.ArgumentParser:
     rest.required = False  # else the error of a missing FILE names it too
     _add_url_options(run)
     add_engine_options(run)
+    explain = add("explain", _explain, "what a program will take, before it runs")
+    add_explain_arguments(explain)
+    _add_url_options(explain)
+    add_engine_options(explain)
     chat = add("chat", _chat, "chat in the terminal")
     chat.add_argument("--system", help="the system message; default: none")
     text = "most tokens of one answer; default: up to the context"
@@ -351,6 +356,24 @@ def _run(options: argparse.Namespace) -> int:
         url=options.url,
         api_key=options.api_key,
     )
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from .commands import default_backend, remote_backend
+    from .explain_command import explain
+
+    with (
+        default_backend(engine_config(options))
+        if options.url is None
+        else remote_backend(options.url, options.api_key)
+    ):
+        return explain(
+            options.target,
+            options.arg,
+            constants=options.const,
+            analyze=options.analyze,
+            form=options.format,
+        )
 
 
 def _chat(options: argparse.Namespace) -> int:

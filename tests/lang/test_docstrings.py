@@ -22,6 +22,7 @@ WITH_EXAMPLE = [
     pm.Function.run_batch,
     pm.Function.compile,
     pm.Program.run,
+    pm.Program.explain,
     pm.ProgramState.fork,
     pm.ProgramState.text_iter,
     ProgramStateGroup.join,
