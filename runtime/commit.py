@@ -132,7 +132,7 @@ class Committer:
         had_to = constraint.only == token_id
         num_left = sequence.max_generated - len(sequence.generated) - 1
         if constraint.fits(token_id, num_left=num_left):
-            if self._append(sequence, token_id, logprob):
+            if self._append(sequence, constraint, token_id, logprob):
                 return
         elif not constraint.reject(token_id) or had_to:
             self._take_back(sequence, constraint)
@@ -141,7 +141,9 @@ class Committer:
             self._scheduler.choose_again(sequence)
             return
         num_tokens = sequence.num_tokens
-        self._jump(sequence, constraint)
+        if self._jump(sequence, constraint):
+            return
+        self._hooks.on_tokens(sequence)  # of the whole step together
         if constraint.is_closing and sequence.num_tokens == num_tokens:
             self._scheduler.choose_again(sequence)
 
@@ -181,50 +183,47 @@ class Committer:
     def _append(
         self,
         sequence: SequenceState,
+        constraint: Constraint,
         token_id: int,
         logprob: TokenLogprob | None,
         *,
         needs_score: bool = False,
     ) -> bool:
-        """Add a token; True when the sequence is over, or was taken back."""
+        """Add a token; True when the sequence is over, or was taken back; else it is not told."""
         self.num_generated += 1
         sequence.append(token_id)
         if sequence.penalties is not None:
             sequence.penalties.count(token_id)
-        sequence.held.append(HeldToken(token_id, logprob, needs_score))
         is_full = len(sequence.generated) >= sequence.max_generated
-        constraint, is_done = sequence.constraint, False
-        if constraint is not None:
-            failed = constraint.take(token_id)
-            is_done = failed is None and constraint.state.is_done
-            is_over = is_done or (is_full and constraint.state.may_end)
-            is_cut = is_full and not is_over
-            if failed is not None or is_cut or (is_over and not constraint.is_valid()):
-                self._take_back(sequence, constraint)
-                return True
-        if self._give_out(sequence, is_over=is_done or is_full):
+        failed = constraint.take(token_id)
+        is_done = failed is None and constraint.state.is_done
+        is_over = is_done or (is_full and constraint.state.may_end)
+        is_cut = is_full and not is_over
+        if failed is not None or is_cut or (is_over and not constraint.is_valid()):
+            sequence.held.append(HeldToken(token_id, logprob, needs_score))
+            self._take_back(sequence, constraint)
             return True
-        if is_done or is_full:
-            _check_all_given(sequence)
-        if is_done:
-            self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP))
-        elif is_full:
-            self._hooks.on_finish(sequence, LENGTH)
-        return is_done or is_full
-
-    def _give_out(self, sequence: SequenceState, *, is_over: bool = False) -> bool:
-        """Release what is not held back; True when a stop string ended the sequence."""
-        constraint = sequence.constraint
-        num_held = 0 if constraint is None or is_over else constraint.num_held
-        matched = sequence.release(num_held)
+        num_held = 0 if is_over else constraint.num_held
+        matched = sequence.give(token_id, logprob, needs_score=needs_score, num_held=num_held)
         if matched is not None:
             self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP, matched=matched))
-        elif not is_over:
+        elif is_over:
+            _check_all_given(sequence)
+            self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP) if is_done else LENGTH)
+        return is_over or matched is not None
+
+    def _give_out(self, sequence: SequenceState) -> bool:
+        """Release what is not held back; True when a stop string ended the sequence."""
+        constraint = sequence.constraint
+        matched = sequence.release(0 if constraint is None else constraint.num_held)
+        if matched is not None:
+            self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP, matched=matched))
+        else:
             self._hooks.on_tokens(sequence)
         return matched is not None
 
-    def _jump(self, sequence: SequenceState, constraint: Constraint) -> None:
-        """Append what must come without choosing it.
+    def _jump(self, sequence: SequenceState, constraint: Constraint) -> bool:
+        """Append what must come without choosing it; True as in `_append`.
 
         Where log-probabilities are wanted, every token needs a row that scores it. The last of a
         text has no later step, and what closes a text may follow a choice that was taken back,
@@ -236,7 +235,7 @@ class Committer:
         forced = constraint.closing(num_left=num_left)
         if forced and needs_score:
             constraint.only = forced[0]
-            return
+            return False
         if not forced and self._jump_forward:
             forced = constraint.state.forced()
         for token_id in forced:
@@ -248,10 +247,11 @@ class Committer:
                 break
             constraint.fits(token_id, num_left=num_left)  # nothing else is possible
             sequence.forced_at.append(len(sequence.generated))
-            if self._append(sequence, token_id, None, needs_score=needs_score):
-                return
+            if self._append(sequence, constraint, token_id, None, needs_score=needs_score):
+                return True
         if needs_score and sequence.num_tokens > first:
             sequence.next_scored, sequence.scored_end = first, sequence.num_tokens
+        return False
 
     def _take_back(
         self,

@@ -243,6 +243,16 @@ class SequenceState:
             for token_id in self.generated:
                 self.penalties.count(token_id)
 
+    def give(
+        self, token_id: int, logprob: TokenLogprob | None, *, needs_score: bool, num_held: int
+    ) -> str | None:
+        """Hold a new token and `release` all but the newest `num_held`."""
+        if num_held == 0 and not needs_score and not self.held:
+            self.num_released += 1
+            return self.delivery.push(token_id, logprob)
+        self.held.append(HeldToken(token_id, logprob, needs_score))
+        return self.release(num_held)
+
     def release(self, num_held: int) -> str | None:
         """Give all but the newest `num_held` tokens to the client; returns a stop string met."""
         while len(self.held) > num_held and not self.held[0].needs_score:
