@@ -33,12 +33,13 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/palmette pull
 	$(BIN)/python benchmarks/throughput.py
 
-# Other servers, in environments of their own under the user's cache; an hour on a quiet machine.
-# SUITE and MASKBENCH are files of schemas, as benchmarks/constrained.py describes them.
+# SUITE and MASKBENCH are collections of schemas, as benchmarks/constrained.py describes them.
 bench-constrained: $(VENV)/dev.stamp
+	$(BIN)/palmette pull
 	$(BIN)/python benchmarks/constrained.py $(if $(SUITE),--suite $(SUITE)) \
 		$(if $(MASKBENCH),--maskbench $(MASKBENCH)) $(if $(GGUF),--gguf $(GGUF))
 
+# Other servers, in environments of their own under the user's cache; an hour on a quiet machine.
 bench-peers: $(VENV)/dev.stamp
 	$(BIN)/palmette pull
 	$(BIN)/python benchmarks/peers.py $(PEERS)

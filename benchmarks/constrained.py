@@ -1,32 +1,38 @@
-"""Constrained decoding against public schema collections: what is exact, refused, or wrong.
+"""Constrained decoding: what is served of public schema collections, and what that costs.
 
-    python benchmarks/constrained.py [--suite FILE] [--maskbench FILE] [--gguf FILE] [--show]
+    python benchmarks/constrained.py [--suite FILE] [--maskbench FILE or FOLDER] [--gguf FILE]
+                                     [--only coverage|masks|tokens] [--rounds 5] [--show]
 
-Each FILE holds one JSON object per line: `id`, `split`, `schema` and `tests`, a list of
-`{"valid": bool, "data": ...}` (JSON-Schema-Test-Suite groups, MaskBench schemas). Of every
-schema: *exact* (by the grammar alone), *residual* (exact with what the runtime checks), *order* (a
-valid instance is rejected only because of the order of its keys: any order takes it), *empty*
-(refused because no value is valid), *refused* (a GrammarError with its reason), *over* (a valid
-instance is rejected), *under* (an invalid one is accepted: must be 0).
+Without a collection a few dozen built-in schemas are used; `constrained_data.py` says what a
+collection is.
 
-With --gguf also times on the vocabulary of that model: from a new schema to its first mask, and
-the fill of one mask row in a batch of 32.
+coverage: of every schema *exact* (by the grammar alone), *residual* (exact with what the runtime
+checks), *order* (a valid instance is rejected only because of the order of its keys: any order
+takes it), *empty* (refused because no value is valid), *refused* (a GrammarError with its reason),
+*over* (a valid instance is rejected), *under* (an invalid one is accepted: must be 0). The same of
+llguidance alone and of xgrammar, where it is installed, with what they reject and accept wrongly.
+
+masks: from a new schema to its first mask; the fill of a mask in a batch of 32; what applying one
+adds, with 49,152 and 131,072 tokens; others beside.
+
+tokens: time per token and per character of the default model at batch 8, free and constrained.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from constrained_data import Entry, built_in, byte_vocabulary, model_vocabulary, read
+from constrained_engines import engines, verdicts
+from constrained_speed import time_masks
+from constrained_tpot import time_tokens
 
-from palmette.constrained import masks
 from palmette.constrained.backend import CompiledGrammar, select_backend
 from palmette.constrained.spec import Formats, GrammarError, GrammarSpec, KeyOrder
 from palmette.constrained.vocabulary import Vocabulary
@@ -34,28 +40,6 @@ from palmette.constrained.vocabulary import Vocabulary
 SUITE_SPLITS = ("draft2020-12", "draft7")
 NO_VALUE = ("Unsatisfiable schema", "no value", "no text satisfies", "value of this schema is inf")
 OUTCOMES = ("exact", "residual", "order", "empty", "refused", "over", "under")
-
-
-def byte_vocabulary() -> Vocabulary:
-    return Vocabulary(
-        token_bytes=(*(bytes([byte]) for byte in range(256)), b"<|end|>"),
-        special_ids=frozenset({256}),
-        stop_ids=(256,),
-        encode=lambda text: list(text.encode()),
-    )
-
-
-def model_vocabulary(path: Path) -> Vocabulary:
-    from palmette.runtime.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.from_gguf(path)
-    return tokenizer.vocabulary(tokenizer.size)
-
-
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)
 
 
 def plain_numbers(value: Any) -> Any:
@@ -142,56 +126,54 @@ def table(name: str, entries: Sequence[dict[str, Any]], order: KeyOrder, *, show
     print("refused for:", ", ".join(f"{reason} {n}" for reason, n in reasons.most_common(16)))
 
 
-def percentiles(name: str, values: Sequence[float], unit: str) -> None:
-    points = [f"p{p} {np.percentile(values, p):.4g}" for p in (50, 90, 99)]
-    print(f"{name:40} {', '.join(points)}, max {max(values):.4g} {unit}")
-
-
-def times(entries: Sequence[dict[str, Any]], vocabulary: Vocabulary) -> None:
-    backend, row = select_backend(), masks.allocate(1, vocabulary.size)
-    backend.compile(GrammarSpec.json_object(), vocabulary)  # builds the trie once
-    first_ms, states, fill_us = [], [], []
-    for entry in entries:
-        source = json.dumps(entry["schema"], ensure_ascii=False)
-        start = time.perf_counter()
-        try:
-            grammar = backend.compile(GrammarSpec.json_schema(source), vocabulary)
-        except GrammarError:
-            continue
-        grammar.start().fill(row[0])
-        first_ms.append((time.perf_counter() - start) * 1e3)
-        texts = [json.dumps(t["data"], ensure_ascii=False) for t in entry["tests"] if t["valid"]]
-        states += [(grammar.start(), vocabulary.encode(text)) for text in texts[:1]]
-    percentiles("new schema to first mask", first_ms, "ms")
-    rows = list(range(32))
-    buffer = masks.allocate(32, vocabulary.size)
-    for first in range(0, len(states) - 31, 32):
-        batch = states[first : first + 32]
-        for step in range(min(64, min(len(ids) for _, ids in batch))):
-            start = time.perf_counter()
-            masks.fill_rows(buffer, [state for state, _ in batch], rows)
-            fill_us.append((time.perf_counter() - start) / 32 * 1e6)
-            for state, ids in batch:
-                state.accept(ids[step])
-    percentiles("mask fill per row, 32 rows together", fill_us, "us")
+def peers_table(entries: Sequence[Entry]) -> None:
+    """What other engines make of the same, and whether they tell."""
+    columns = ("refused", "over", "under", "valid rejected", "invalid accepted")
+    print(f"\n{'others, keys declared':32} {'schemas':>8}", *(f"{name:>16}" for name in columns))
+    if "xgrammar" not in engines():
+        print("xgrammar is not installed: pip install 'palmette[xgrammar]'")
+    for name in engines():
+        verdict = list(verdicts(name, entries))
+        served = [one for one in verdict if not one[0]]
+        counts = (
+            len(verdict) - len(served),
+            sum(rejected > 0 for _, rejected, _ in served),
+            sum(accepted > 0 for _, _, accepted in served),
+            sum(rejected for _, rejected, _ in served),
+            sum(accepted for _, _, accepted in served),
+        )
+        print(f"{name:32} {len(verdict):8}", *(f"{count:16}" for count in counts))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", type=Path)
-    parser.add_argument("--maskbench", type=Path)
-    parser.add_argument("--gguf", type=Path, help="time on this model's vocabulary")
+    parser.add_argument("--suite", type=Path, help="JSON-Schema-Test-Suite groups, a file")
+    parser.add_argument("--maskbench", type=Path, help="MaskBench schemas, a file or a folder")
+    parser.add_argument("--gguf", type=Path, help="time on the vocabulary of this model")
     parser.add_argument("--show", action="store_true", help="print every schema not exact")
+    parser.add_argument("--rounds", type=int, default=5, help="of what is timed in turn")
+    parser.add_argument("--only", choices=("coverage", "masks", "tokens"))
     arguments = parser.parse_args()
+    entries: list[Entry] = []
     for name in ("suite", "maskbench"):
         path: Path | None = getattr(arguments, name)
-        if path is None:
-            continue
-        entries = list(read(path))
+        if path is not None:
+            entries = list(read(path))
+            coverage(name, entries, arguments)
+    if not entries:
+        entries = built_in()
+        coverage("built-in schemas", entries, arguments)
+    if arguments.only in (None, "masks"):
+        time_masks(entries, model_vocabulary(arguments.gguf), rounds=arguments.rounds)
+    if arguments.only in (None, "tokens"):
+        time_tokens(arguments.rounds)
+
+
+def coverage(name: str, entries: Sequence[Entry], arguments: argparse.Namespace) -> None:
+    if arguments.only in (None, "coverage"):
         for order in KeyOrder:
             table(name, entries, order, show=arguments.show)
-        if arguments.gguf:
-            times(entries, model_vocabulary(arguments.gguf))
+        peers_table(entries)
 
 
 if __name__ == "__main__":
