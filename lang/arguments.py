@@ -43,6 +43,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0.0,),
     "repetition_penalty": (1.0,),
     "logit_bias": ({},),
+    "separate_reasoning": (True,),
     "retry": (0,),
 }
 _CONSTRAINTS = ("choices", "regex", "json_schema", "ebnf", "structural_tag", "dtype", "type")

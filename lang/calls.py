@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from palmette.runtime.reasoning import TokenCounter
 from palmette.runtime.request import (
     ErrorInfo,
     LogprobOptions,
     Output,
+    Reasoning,
     Request,
     ReuseHint,
     SamplingParams,
@@ -41,8 +43,13 @@ class Result:
     text: str = ""
     ids: tuple[int, ...] | None = None  # None: `tail` is all, as constant text
     tail: str = ""
-
     texts: tuple[str, ...] = ()  # of all, for n > 1
+    answer: str | None = None  # the text without the thinking before it; None: all of it
+
+    @property
+    def shown(self) -> str:
+        """The text of the (first) value."""
+        return (self.text if self.answer is None else self.answer) or str(self.value)
 
     def inserted(self, which: int | None = None) -> str:
         """What stands for the value in a prompt, or for one of several."""
@@ -50,7 +57,7 @@ class Result:
             return self.texts[which] if self.texts else str(self.value[which])  # type: ignore[index]
         if isinstance(self.value, str) or self.texts:
             return str(self.value)
-        return self.text or str(self.value)
+        return self.shown
 
 
 def continue_with(source: Content, result: Result, *, trusted: bool) -> Content:
@@ -102,10 +109,13 @@ class _Streams:
     """What a call with several requests has in common with every other."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self.streams = [Stream(request) for request in requests]
+        self.streams = [self._stream(request) for request in requests]
         self._given_up: list[Stream] = []
         self._by_id = {stream.request.request_id: stream for stream in self.streams}
         self._num_open = len(self.streams)
+
+    def _stream(self, request: Request) -> Stream:
+        return Stream(request)
 
     @property
     def all_streams(self) -> list[Stream]:
@@ -160,6 +170,7 @@ class GenCall(_Streams):
                 prompt_ids=prompt,
                 sampling=options.sampling,
                 grammar=options.grammar,
+                reasoning=options.reasoning,
                 logprobs=logprobs,
                 choice_index=index,
                 priority=options.priority,
@@ -177,7 +188,7 @@ class GenCall(_Streams):
     def text(self) -> str:
         first = self.streams[0]
         is_last = self._num_tries[0] > self._node.options.retry
-        return first.text if is_last or first.finish is not None else ""
+        return first.answer if is_last or first.finish is not None else ""
 
     def meta(self) -> Meta:
         return self._meta(self.streams[0])
@@ -190,7 +201,7 @@ class GenCall(_Streams):
         options, failure = self._node.options, stream.failure()
         if failure is None and options.type is not None:
             try:
-                stream.value = options.type.parse(stream.text)
+                stream.value = options.type.parse(stream.answer)
             except ValueError as error:
                 failure = ErrorInfo(code="validation", message=str(error))
         if failure is None:
@@ -215,7 +226,7 @@ class GenCall(_Streams):
         self, request: Request, index: int, sampling: SamplingParams, *, after_s: float
     ) -> None:
         request = replace(request, sampling=sampling)
-        stream = self.streams[index] = Stream(request)
+        stream = self.streams[index] = self._stream(request)
         self._by_id[request.request_id] = stream
         self._again.append(Later(request, after_s) if after_s else request)
 
@@ -223,23 +234,34 @@ class GenCall(_Streams):
         first = self.streams[0]
         ids, tail = kept_ids(first.token_ids, first.text, first.finish, self._encoder)
         is_typed = self._node.options.type is not None
-        values = [stream.value if is_typed else stream.text for stream in self.streams]
+        answer = None if first.split is None else first.answer
+        values = [stream.value if is_typed else stream.answer for stream in self.streams]
         if len(values) == 1:
             return Result(
-                value=values[0], meta=self._meta(first), text=first.text, ids=ids, tail=tail
+                value=values[0],
+                meta=self._meta(first),
+                text=first.text,
+                ids=ids,
+                tail=tail,
+                answer=answer,
             )
         return Result(
             value=values,
-            texts=tuple(stream.text for stream in self.streams),
+            texts=tuple(stream.answer for stream in self.streams),
             meta=[self._meta(stream) for stream in self.streams],
             text=first.text,
             ids=ids,
             tail=tail,
+            answer=answer,
         )
 
     def _meta(self, stream: Stream) -> Meta:
         meta = request_meta(stream)
         options = self._node.options
+        if options.reasoning is not None:
+            meta["reasoning_tokens"] = self._num_reasoning_tokens(stream, options.reasoning)
+        if stream.split is not None:
+            meta["reasoning_content"] = stream.split.reasoning
         if options.logprobs.output:
             texts = self._encoder.token_texts if options.text_in_logprobs else None
             meta["input_token_logprobs"] = rows(stream.prompt_logprobs, texts)
@@ -248,6 +270,14 @@ class GenCall(_Streams):
                 meta["input_top_logprobs"] = top_rows(stream.prompt_logprobs, texts)
                 meta["output_top_logprobs"] = top_rows(stream.logprobs, texts)
         return meta
+
+    def _stream(self, request: Request) -> Stream:
+        return Stream(request, separate_reasoning=self._node.options.separate_reasoning)
+
+    def _num_reasoning_tokens(self, stream: Stream, reasoning: Reasoning) -> int:
+        counter = TokenCounter(reasoning, lambda i: self._encoder.token_text(i).encode())
+        counter.push(stream.token_ids)
+        return counter.num_tokens
 
 
 class SelectCall(_Streams):

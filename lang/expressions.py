@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from palmette.constrained.spec import GrammarKind, GrammarSpec
+from palmette.runtime.reasoning import reasoning_until
 from palmette.runtime.request import LogprobOptions, SamplingParams
 from palmette.runtime.text import well_formed
 
@@ -160,6 +161,8 @@ class GenArguments(NamedTuple):
     logit_bias: tuple[tuple[int, float], ...] = ()
     repetition_penalty: float | None = None
     skip_special_tokens: bool | None = None
+    reasoning_end: str | None = None
+    separate_reasoning: bool = True
     priority: int = 0
     timeout_s: float | None = None
     retry: int = 0
@@ -265,9 +268,12 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
     timeout_s = arguments.timeout_s
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout: {timeout_s} is out of range; it must be > 0 and finite")
+    end = arguments.reasoning_end
     return GenOptions(
         sampling=sampling,
         grammar=grammar,
+        reasoning=None if end is None else reasoning_until(well_formed(end)),
+        separate_reasoning=arguments.separate_reasoning,
         logprobs=_logprobs(arguments, defaults),
         num_choices=num_choices,
         text_in_logprobs=bool(

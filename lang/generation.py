@@ -48,6 +48,8 @@ class TypedOptions(TypedDict, total=False):
     logit_bias: Mapping[int | str, float] | None
     repetition_penalty: float | None
     skip_special_tokens: bool | None
+    reasoning_end: str | None
+    separate_reasoning: bool
     priority: int
     timeout: float | None
     retry: int
@@ -90,6 +92,8 @@ def gen(
     logit_bias: Mapping[int | str, float] | None = None,
     repetition_penalty: float | None = None,
     skip_special_tokens: bool | None = None,
+    reasoning_end: str | None = None,
+    separate_reasoning: bool = True,
     priority: int = 0,
     timeout: float | None = None,
     retry: int = 0,
@@ -140,6 +144,8 @@ def gen(
     logit_bias: Mapping[int | str, float] | None = None,
     repetition_penalty: float | None = None,
     skip_special_tokens: bool | None = None,
+    reasoning_end: str | None = None,
+    separate_reasoning: bool = True,
     priority: int = 0,
     timeout: float | None = None,
     retry: int = 0,
@@ -162,6 +168,9 @@ def gen(
     seconds it ends in an error whose code is "deadline". `retry` asks again up to so many times
     where the server is overloaded or not reached, or a validator of the type refuses the value.
     With n > 1 the variable is a list of n results and the state goes on with the text of the first.
+    `reasoning_end` ("</think>") says that the model thinks first, up to that text: a constraint
+    holds behind it, the variable is the answer alone, and the thinking is `reasoning_content` of
+    the meta information (`separate_reasoning=False`: all of it is the variable).
 
     >>> s += "2+2=" + pm.gen("sum", dtype=int, max_tokens=8)
     >>> number = int(s["sum"])
@@ -174,6 +183,8 @@ def gen(
             raise ValueError("type: is given twice; the first argument is a name or a type")
         name, type = None, name
     refuse_unused({key: value for key, value in locals().items() if key != "name"})
+    if reasoning_end == "":
+        raise ValueError("reasoning_end: may not be empty")
     output = None if type is None else output_type(cast(Any, type))
     if choices is not None:
         return SelectExpr(name, _choices(choices), choices_method or token_length_normalized)
@@ -214,6 +225,8 @@ def gen(
         logit_bias=tuple(sorted((int(key), bias) for key, bias in (logit_bias or {}).items())),
         repetition_penalty=repetition_penalty,
         skip_special_tokens=skip_special_tokens,
+        reasoning_end=reasoning_end,
+        separate_reasoning=separate_reasoning,
         priority=priority,
         timeout_s=timeout,
         retry=retry,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NewType, TypeAlias
 
 from palmette.constrained.spec import GrammarSpec
-from palmette.runtime.request import LogprobOptions, SamplingParams
+from palmette.runtime.request import LogprobOptions, Reasoning, SamplingParams
 
 from .choices import ChoicesMethod
 from .typed import OutputType
@@ -112,6 +112,8 @@ class GenOptions:
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     grammar: GrammarSpec | None = None
+    reasoning: Reasoning | None = None
+    separate_reasoning: bool = True  # the value is the answer without it
     logprobs: LogprobOptions = field(default_factory=LogprobOptions)
     num_choices: int = 1
     text_in_logprobs: bool = False

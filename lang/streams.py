@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 from palmette.constrained.spec import ConstraintIssue
+from palmette.runtime.reasoning import ReasoningSplit
 from palmette.runtime.request import (
     ErrorInfo,
     Finish,
@@ -40,6 +41,7 @@ class Stream:
         "logprobs",
         "prompt_logprobs",
         "request",
+        "split",
         "text",
         "timing",
         "token_ids",
@@ -48,10 +50,11 @@ class Stream:
         "warnings",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, separate_reasoning: bool = False) -> None:
         self.request = request
         self.value: object = None  # of a typed text that is complete
         self.text = ""
+        self.split: ReasoningSplit | None = None  # of one whose answer is its value
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -60,11 +63,21 @@ class Stream:
         self.usage = Usage()
         self.timing = Timing()
         self.warnings: tuple[ConstraintIssue, ...] = ()
+        if separate_reasoning and request.reasoning is not None:
+            is_exact = request.grammar is not None
+            self.split = ReasoningSplit(request.reasoning, is_exact=is_exact)
+
+    @property
+    def answer(self) -> str:
+        """The text without the thinking before it, where that is told apart."""
+        return self.text if self.split is None else self.split.content
 
     def push(self, output: Output) -> bool:
         """Take one output; True when it is the last."""
         if output.text:
             self.text += output.text
+        if self.split is not None:
+            self.split.push(output.text, is_last=output.finish is not None)
         self.token_ids.extend(output.token_ids)
         if output.logprobs:
             self.logprobs.extend(output.logprobs)

@@ -257,10 +257,11 @@ class FakeModel:
     def _text(self, request: Request) -> str:
         prompt = self._tokenizer.decode(request.prompt_ids)
         answer = self._scripted(prompt)
-        grammar = request.grammar
+        grammar, end = request.grammar, request.reasoning_end
         if answer is None:
-            return self._default if grammar is None else shortest(grammar)
-        if grammar is not None and not satisfies(grammar, answer):
+            return end + (self._default if grammar is None else shortest(grammar))
+        _, found, behind = answer.rpartition(end) if end else ("", "", answer)
+        if grammar is not None and not (found == end and satisfies(grammar, behind)):
             raise ValueError(f"the scripted answer {answer!r} breaks the request's {grammar.kind}")
         return answer
 

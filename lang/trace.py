@@ -273,7 +273,7 @@ def progress_of(
         raise result.with_traceback(None)
     if result is not None:
         meta = result.meta[0] if isinstance(result.meta, list) else result.meta
-        return result.text or str(result.value), meta, True
+        return result.shown, meta, True
     if pending is not None and pending.text:
         return pending.text, pending.meta(), False
     return "", {}, False

@@ -182,6 +182,7 @@ def _is_next_choice(group: Sequence[Request], request: Request) -> bool:
         and request.prompt_ids == first.prompt_ids
         and request.sampling == first.sampling
         and request.grammar == first.grammar
+        and request.reasoning == first.reasoning
         and request.logprobs == first.logprobs
         and request.deadline_s == first.deadline_s
     )
@@ -226,6 +227,8 @@ def _sampling(request: Request, *, num_choices: int) -> dict[str, object]:
         body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
     if request.grammar is not None:
         body |= _grammar(request.grammar)
+    if request.reasoning is not None:
+        body["reasoning_end"] = request.reasoning.end
     return body
 
 

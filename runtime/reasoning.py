@@ -12,6 +12,20 @@ from typing import NamedTuple
 
 from .request import Reasoning
 
+# How known models write it.
+MARKS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<reasoning>", "</reasoning>"),
+)
+
+
+def reasoning_until(end: str) -> Reasoning:
+    """Thinking that ends with `end`, for sure; of a known end also the start."""
+    return Reasoning(end=end, start=next((start for start, known in MARKS if known == end), ""))
+
 
 class Parts(NamedTuple):
     """What is new of a text."""

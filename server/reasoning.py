@@ -11,18 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from palmette.runtime.reasoning import MARKS, reasoning_until
 from palmette.runtime.request import Reasoning
 
 from .errors import invalid
 
-# How known models write it.
-MARKS = (
-    ("<think>", "</think>"),
-    ("<seed:think>", "</seed:think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<reasoning>", "</reasoning>"),
-)
 PROMPT_TAIL = 64  # tokens of a prompt in which its last mark is looked for
 
 
@@ -36,8 +29,7 @@ def named_reasoning(end: str | None) -> Reasoning | None:
         return None
     if not end:
         raise invalid("reasoning_end: may not be empty", "reasoning_end")
-    start = next((start for start, known in MARKS if known == end), "")
-    return Reasoning(end=end, start=start)
+    return reasoning_until(end)
 
 
 def chat_reasoning(
