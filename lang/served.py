@@ -233,10 +233,13 @@ def _outcome(
         info = ErrorInfo(code=error["code"], message=error["message"])
         return program_error(node, info, source)
     value, ids = event["text"], event["output_ids"]
+    first = value[0] if isinstance(value, list) else value
+    whole = event.get("whole_text")
     return Result(
         value=value,
         meta=_meta(event["meta_info"]),
-        text=value[0] if isinstance(value, list) else value,
+        text=first if whole is None else whole,
+        answer=None if whole is None else first,
         texts=tuple(value) if isinstance(value, list) else (),
         ids=None if ids is None else tuple(ids),
         tail=event["tail"],

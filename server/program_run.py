@@ -210,6 +210,8 @@ class ServedRun:
             told["usages"] = record.usages
             told["seconds"] = record.finished_s
         if isinstance(outcome, Result):
+            if outcome.answer is not None:
+                told["whole_text"] = outcome.text  # with the thinking before it
             return told | {
                 "text": outcome.value,
                 "output_ids": outcome.ids,
