@@ -149,8 +149,8 @@ class GrammarBackend(Protocol):
 class ManagedBackend(Protocol):
     """A backend with something to build before it compiles, and to end after it."""
 
-    def prepare(self, vocabulary: Vocabulary) -> None:
-        """Have ready what all grammars of `vocabulary` share, outside of any time budget."""
+    def prepare(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
+        """Have ready what `spec` and others of `vocabulary` share, outside of any time budget."""
         ...
 
     def close(self) -> None:

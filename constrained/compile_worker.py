@@ -1,6 +1,6 @@
 """A process that compiles with engines that can't bound themselves, and may be killed for it.
 
-    python -m palmette.constrained.compile_worker outlines_core
+    python -m palmette.constrained.compile_worker llguidance|outlines_core
 
 Reads messages (see `frames`) from its standard input and answers each on its standard output:
 first the vocabulary, then one grammar after the other. Ends with its input. `worker_pool` is the
@@ -28,7 +28,7 @@ _CPU_MARGIN_S = 30  # beyond the budget: the last resort, when nobody is left to
 
 
 def main() -> None:
-    build = {"outlines_core": _outlines_core}[sys.argv[1]]
+    build = {"llguidance": _llguidance, "outlines_core": _outlines_core}[sys.argv[1]]
     source = sys.stdin.buffer
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what engines print is no message
@@ -80,6 +80,12 @@ def _limit_cpu_time() -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + _CPU_MARGIN_S
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _llguidance(tokens: list[bytes], header: dict[str, Any]) -> Compile:
+    from .llguidance_proof import proof_of
+
+    return proof_of(tokens, header)
 
 
 def _outlines_core(tokens: list[bytes], header: dict[str, Any]) -> Compile:

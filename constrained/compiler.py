@@ -259,7 +259,7 @@ class GrammarCompiler:
     def _work(self) -> None:
         try:
             while (job := self._next_job()) is not None:
-                error = self._prepare()
+                error = self._prepare(job.spec)
                 with self._condition:
                     job.started = self._clock()
                 result = error or self._compile(job.spec)
@@ -288,12 +288,12 @@ class GrammarCompiler:
             self._running.add(job)
             return job
 
-    def _prepare(self) -> GrammarError | None:
+    def _prepare(self, spec: GrammarSpec) -> GrammarError | None:
         """What the backend builds once for all grammars counts against no grammar's budget."""
         if not isinstance(self.backend, ManagedBackend):
             return None
         try:
-            self.backend.prepare(self.vocabulary)
+            self.backend.prepare(spec, self.vocabulary)
         except GrammarError as error:
             return error
         except Exception as error:  # fault boundary, as in _compile

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import llguidance
 import numpy as np
@@ -38,7 +40,9 @@ from .llguidance_grammar import (
     widened,
     without_counts,
 )
+from .llguidance_proof import Prover, is_risky_lark, is_risky_schema
 from .llguidance_tags import tag_text
+from .llguidance_tokens import Tokens
 from .masks import allowed_ids, is_allowed, row_of
 from .messages import reason
 from .schema_parts import LoweringError
@@ -57,34 +61,15 @@ _LIMITS = llguidance.LLParserLimits(
 _MIN_PARALLEL = 16  # rows
 _MIN_THREADS = 4
 _MAX_THREADS = 16
-_ENCODE_CACHE_ENTRIES = 4096
 _WARM_STEPS = 16
+_MAX_FORCED_BYTES = 64 * 1024  # at a start: the engine follows all of them, 400 bytes for each
+# Of one sequence's steps, in seconds of its thread: what each takes beyond the first is added up.
+_STEP_S = 0.005
+_SLOW_STEPS_S = 0.25
 _MAX_SHORTEST = 400  # tokens of a text that is looked for while compiling
 _MAX_WIDENINGS = 40  # keywords that are left to residuals because the engine refuses them
 # Bytes that close what is open: the walk that warms a grammar prefers them, to end soon.
 _CLOSING = (b'"', b"}", b"]", b"0", b"1", b":", b",")
-
-
-class _Tokens(llguidance.TokenizerWrapper):
-    """What `LLTokenizer` asks for: bytes, special ids and canonical tokenisation."""
-
-    def __init__(self, vocabulary: Vocabulary):
-        self.is_tokenizer_wrapper = True
-        self.bos_token_id = None
-        self.tokens = list(vocabulary.token_bytes)
-        self.special_token_ids = sorted(vocabulary.special_ids | set(vocabulary.stop_ids))
-        self.eos_token_id = vocabulary.stop_ids[0]
-        self._encode = vocabulary.encode
-        self._cache: dict[str, list[int]] = {}  # forced texts repeat for every request
-
-    def __call__(self, text: str) -> list[int]:
-        ids = self._cache.get(text)
-        if ids is None:
-            ids = self._encode(text)
-            if len(self._cache) >= _ENCODE_CACHE_ENTRIES:
-                self._cache.clear()
-            self._cache[text] = ids
-        return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +88,12 @@ class _Shared:
 class LLGuidanceState:
     """See `backend.GrammarState`."""
 
-    __slots__ = ("_matcher", "_num_stops", "_num_tokens", "_shared")
+    __slots__ = ("_matcher", "_num_stops", "_num_tokens", "_shared", "_slow_s")
 
     def __init__(self, shared: _Shared, matcher: llguidance.LLMatcher):
         self._shared = shared
         self._matcher = matcher
+        self._slow_s = 0.0
         self._num_tokens = 0  # accepted, stop ids included
         self._num_stops = 0
 
@@ -135,11 +121,24 @@ class LLGuidanceState:
             self._num_stops += 1
         elif self._num_stops or not 0 <= token_id < self._shared.vocabulary.size:
             return False
-        elif self._matcher.try_consume_tokens([token_id]) != 1:
+        elif not self._consume(token_id):
             self.check_fault()
             return False
         self._num_tokens += 1
         return True
+
+    def _consume(self, token_id: int) -> bool:
+        """A grammar with ever more ways to read the text gets slower with each token."""
+        start = time.thread_time()
+        is_taken = self._matcher.try_consume_tokens([token_id]) == 1
+        spent = time.thread_time() - start
+        if spent > _STEP_S:
+            self._slow_s += spent - _STEP_S
+            if self._slow_s > _SLOW_STEPS_S:
+                raise GrammarError(
+                    "the grammar is too complex to continue: too many ways to read the text"
+                )
+        return is_taken
 
     def forced(self) -> Sequence[int]:
         if self._num_stops:
@@ -160,6 +159,7 @@ class LLGuidanceState:
     def fork(self) -> LLGuidanceState:
         copy = LLGuidanceState(self._shared, self._matcher.deep_copy())
         copy._num_tokens = self._num_tokens
+        copy._slow_s = self._slow_s
         copy._num_stops = self._num_stops
         return copy
 
@@ -230,20 +230,36 @@ class LLGuidanceBackend:
     name = "llguidance"
     kinds = tuple(GrammarKind)
 
-    def __init__(self, limits: GrammarLimits | None = None, *, num_threads: int | None = None):
+    def __init__(
+        self,
+        limits: GrammarLimits | None = None,
+        *,
+        num_threads: int | None = None,
+        prover: Prover | None = None,
+    ):
         self._limits = limits or GrammarLimits()
+        self._prover = prover or Prover()
         self._num_threads = (
             min(usable_cores(), _MAX_THREADS) if num_threads is None else num_threads
         )
         self._lock = threading.Lock()
         self._shared: _Shared | None = None
 
-    def prepare(self, vocabulary: Vocabulary) -> None:
+    def prepare(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
         """Build the trie of tokens: a second and more for a large vocabulary."""
         self._shared_for(vocabulary)
+        self._prover.prepare(spec, vocabulary)
 
     def close(self) -> None:
-        """Nothing was started."""
+        self._prover.close()
+
+    def try_out(self, grammar: str, vocabulary: Vocabulary) -> None:
+        """Compile the engine's text and fill a mask, whatever comes of it."""
+        shared = self._shared_for(vocabulary)
+        matcher = llguidance.LLMatcher(shared.tokenizer, grammar, log_level=0, limits=_LIMITS)
+        row = np.zeros(vocabulary.mask_words, dtype=np.int32)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(_address(row), row.nbytes)
 
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
         grammar = self._compile(spec, vocabulary)
@@ -260,6 +276,7 @@ class LLGuidanceBackend:
         shared = self._shared_for(vocabulary)
         matcher, text = self._prepared(spec, shared)
         num_states = _warm(matcher, shared, spec)
+        matcher = matcher.deep_copy()  # without the room that warming has taken
         num_bytes = 32_768 + 64 * len(text.grammar) + 2_048 * num_states
         return LLGuidanceGrammar(shared, matcher, text, num_bytes)
 
@@ -311,13 +328,13 @@ class LLGuidanceBackend:
         They become residuals. Raises the GrammarError of what can't be left out.
         """
         for _ in range(_MAX_WIDENINGS):
-            matcher = self._matcher(shared, text.grammar)
+            is_risky = _is_risky(text)
+            matcher = self._matcher(shared, text.grammar, is_risky=is_risky)
             if not matcher.is_error():
                 return matcher, text
             message = _first_line(matcher.get_error())
-            error, node, keyword = locate(
-                text, message, lambda g: bool(self._matcher(shared, g).is_error())
-            )
+            fails = partial(self._fails, shared, is_risky=is_risky)
+            error, node, keyword = locate(text, message, fails)
             if node is None or not isinstance(node.schema, dict):
                 raise error
             try:
@@ -346,7 +363,7 @@ class LLGuidanceBackend:
             )
             if ruled.grammar == text.grammar:
                 return matcher, text
-            wide = self._matcher(shared, ruled.grammar)
+            wide = self._matcher(shared, ruled.grammar, is_risky=_is_risky(text))
             if wide.is_error():
                 raise LoweringError(reason(_first_line(wide.get_error())))
             return wide, ruled
@@ -373,15 +390,22 @@ class LLGuidanceBackend:
             return None
         return llguidance.LLExecutor(num_threads=self._num_threads)
 
-    @staticmethod
-    def _matcher(shared: _Shared, grammar: str) -> llguidance.LLMatcher:
-        return llguidance.LLMatcher(shared.tokenizer, grammar, log_level=0, limits=_LIMITS)
+    def _matcher(
+        self, shared: _Shared, grammar: str, *, is_risky: bool = False
+    ) -> llguidance.LLMatcher:
+        if is_risky or self._prover.is_stuck:
+            self._prover.prove(grammar, shared.vocabulary)
+        with self._prover.watch():
+            return llguidance.LLMatcher(shared.tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+    def _fails(self, shared: _Shared, grammar: str, *, is_risky: bool) -> bool:
+        return bool(self._matcher(shared, grammar, is_risky=is_risky).is_error())
 
     def _shared_for(self, vocabulary: Vocabulary) -> _Shared:
         with self._lock:
             if self._shared is None or self._shared.vocabulary is not vocabulary:
                 tokenizer = llguidance.LLTokenizer(
-                    _Tokens(vocabulary),
+                    Tokens(vocabulary),
                     n_vocab=vocabulary.size,
                     eos_token=list(vocabulary.stop_ids),
                 )
@@ -395,6 +419,12 @@ class LLGuidanceBackend:
                     closer_of(vocabulary),
                 )
             return self._shared
+
+
+def _is_risky(text: GrammarText) -> bool:
+    if text.schema is not None:
+        return is_risky_schema(text.schema.document)
+    return text.kind == "lark" and is_risky_lark(text.grammar)
 
 
 def _warm(matcher: llguidance.LLMatcher, shared: _Shared, spec: GrammarSpec) -> int:
@@ -416,6 +446,12 @@ def _warm(matcher: llguidance.LLMatcher, shared: _Shared, spec: GrammarSpec) -> 
     if matcher.is_stopped() and not matcher.is_accepting():
         raise GrammarError(f"{spec.kind}: no text satisfies the grammar")
     matcher.reset()
+    num_forced = len(matcher.compute_ff_bytes())
+    if num_forced > _MAX_FORCED_BYTES:
+        raise GrammarError(
+            f"{spec.kind}: the text begins with {num_forced} bytes that are given; the limit is "
+            f"{_MAX_FORCED_BYTES}"
+        )
     return num_steps
 
 

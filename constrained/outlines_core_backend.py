@@ -93,7 +93,7 @@ class OutlinesCoreBackend:
         self._limits = limits or GrammarLimits()
         self._pool = pool or WorkerPool("outlines_core")
 
-    def prepare(self, vocabulary: Vocabulary) -> None:
+    def prepare(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
         self._pool.prepare(vocabulary)
 
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
