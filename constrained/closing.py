@@ -189,5 +189,6 @@ def _apply(schema: SchemaObject, keys: _Keys) -> None:
         declared = schema.get(word)
         own = declared if isinstance(declared, dict) else {}
         if named:
-            schema[word] = {**own, **{name: True for name in named if name not in own}}
+            # {} and not true: draft 4 knows no boolean schemas
+            schema[word] = {**own, **{name: {} for name in named if name not in own}}
     schema["additionalProperties"] = False

@@ -91,6 +91,10 @@ class GrammarSpec:
     policy: Policy = Policy.STRICT
     indent: int = DEFAULT_INDENT  # blanks for each level, with whitespace "indent"
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.indent <= MAX_INDENT:
+            raise OptionError("indent", f"{self.indent} is not within 0 and {MAX_INDENT}")
+
     @property
     def key(self) -> str:
         """A digest of everything that decides which texts are allowed."""

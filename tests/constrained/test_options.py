@@ -46,6 +46,11 @@ CLOSED: list[tuple[Any, list[str], list[str]]] = [
         ['{"plain":{"a":1},"more":{"a":1,"b":2}}'],
         ['{"plain":{"b":1}}', '{"more":{"x":1}}'],
     ),
+    (
+        {"$schema": "http://json-schema.org/draft-04/schema#", "allOf": [A, B]},
+        ['{"a":1,"b":2}'],
+        ['{"a":1,"x":2}'],
+    ),
     ({"anyOf": [A, B]}, ['{"a":1}', '{"b":1}'], ['{"a":1,"b":1}', '{"x":1}']),
     ({**A, "anyOf": [B, {"required": ["a"]}]}, ['{"a":1,"b":1}'], ['{"a":1,"x":1}']),
     (
