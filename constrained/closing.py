@@ -23,6 +23,8 @@ _ANNOTATIONS = frozenset(
     "$schema $id id $defs definitions $anchor".split()
 )
 _OTHERS = ("additionalProperties", "unevaluatedProperties")
+_ELSEWHERE = frozenset(("not", "if", "propertyNames"))
+_MAX_GROUPS = 20_000
 _NAMING = ("dependentRequired", "dependencies")
 
 
@@ -35,9 +37,18 @@ def close_objects(document: Json) -> list[str]:
 
 @dataclass(slots=True)
 class _Keys:
-    names: dict[str, None] = field(default_factory=dict)
+    """The keys that the parts of one object name, in the order in which they are to come."""
+
+    names: dict[str, None] = field(default_factory=dict)  # declared
+    wanted: dict[str, None] = field(default_factory=dict)  # required, or by a dependency
     patterns: dict[str, None] = field(default_factory=dict)
     is_open: bool = False  # what other keys hold is said
+
+    def add(self, other: _Keys) -> None:
+        self.names.update(other.names)
+        self.wanted.update(other.wanted)
+        self.patterns.update(other.patterns)
+        self.is_open |= other.is_open
 
 
 class _Closing:
@@ -53,19 +64,27 @@ class _Closing:
         self._notes: list[str] = []
         self._fixed: set[int] = set()  # what may not change
         self._shared: set[int] = set()  # applies beside other parts somewhere
-        self._done: set[int] = set()
+        self._keys: dict[int, _Keys] = {}  # of all objects that a subschema is for
+        self._planned: dict[int, SchemaObject] = {}
 
     def run(self) -> list[str]:
         for node in self._nodes:
             self._look(node)
-        roots = [Node("", self._document)]
-        for node in self._nodes:
-            roots += [child for word, child in self._below(node) if word not in _SAME_VALUE]
-        planned: list[tuple[SchemaObject, _Keys]] = []
-        while roots:
-            roots += self._close(roots.pop(0), planned)
-        for schema, keys in planned:  # only now: what is looked at must not have changed
-            _apply(schema, keys)
+        groups: list[list[Node]] = [[Node("", self._document)]]
+        seen: set[frozenset[int]] = set()
+        for group in groups:
+            key = frozenset(id(node.schema) for node in group)
+            if key in seen:
+                continue
+            seen.add(key)
+            if len(seen) > _MAX_GROUPS:
+                self._notes.append("additional: the schema is too large to close all its objects")
+                break
+            groups += self._close(group)
+        for schema in self._planned.values():  # only now: nothing that is looked at has changed
+            keys = self._keys[id(schema)]
+            if not keys.is_open:
+                _apply(schema, keys)
         return self._notes
 
     # What there is
@@ -135,41 +154,64 @@ class _Closing:
 
     # What is done
 
-    def _close(self, node: Node, planned: list[tuple[SchemaObject, _Keys]]) -> list[Node]:
-        """Plan the keys of one object; returns what is to be closed in its place."""
-        schema = node.schema
-        if not isinstance(schema, dict) or id(schema) in self._done | self._fixed:
-            return []
-        self._done.add(id(schema))
-        if self._is_pass(schema):
-            parts = [child for word, child in self._below(node) if word in _SAME_VALUE]
-            if not any(id(part.schema) in self._shared for part in parts):
-                return parts
-        if any(schema.get(word) is False for word in _OTHERS):
-            return []  # it is closed
+    def _close(self, group: list[Node]) -> list[list[Node]]:
+        """Plan the keys of the value that all of `group` are for; returns the groups of the values
+        in it, and those that are closed in its place."""
         keys = _Keys()
-        self._gather(node, keys, set())
-        if (keys.names or keys.patterns) and not keys.is_open:
-            planned.append((schema, keys))
-        return []
+        members: dict[int, SchemaObject] = {}
+        for node in group:
+            self._gather(node, keys, members)
+        if len(group) == 1:
+            parts = self._parts(group[0])
+            if parts:
+                return [[part] for part in parts]
+        schemas = [node.schema for node in group if isinstance(node.schema, dict)]
+        for schema in schemas:
+            self._keys.setdefault(id(schema), _Keys()).add(keys)
+        is_closed = any(
+            schema.get(word) is False for schema in members.values() for word in _OTHERS
+        )
+        free = [schema for schema in schemas if id(schema) not in self._fixed]
+        if free and not is_closed and (keys.names or keys.wanted or keys.patterns):
+            self._planned[id(free[0])] = free[0]
+        return self._inside(members)
 
-    def _gather(self, node: Node, keys: _Keys, seen: set[int]) -> None:
+    def _parts(self, node: Node) -> list[Node]:
+        """What is to be closed in place of a subschema that is nothing but a choice of it."""
+        schema = node.schema
+        if not isinstance(schema, dict) or id(schema) in self._fixed or not self._is_pass(schema):
+            return []
+        parts = [child for word, child in self._below(node) if word in _SAME_VALUE]
+        is_shared = any(id(part.schema) in self._shared for part in parts)
+        return [] if is_shared else parts
+
+    def _inside(self, members: dict[int, SchemaObject]) -> list[list[Node]]:
+        """The subschemas for each value inside of one that `members` are for."""
+        found: dict[str, list[Node]] = {}
+        for schema in members.values():
+            for word, child in children(Node("", schema)):
+                if word not in _SAME_VALUE and word not in _ELSEWHERE:
+                    place = "/items" if word == "contains" else child.pointer
+                    found.setdefault(place, []).append(child)
+        return list(found.values())
+
+    def _gather(self, node: Node, keys: _Keys, members: dict[int, SchemaObject]) -> None:
         """The keys that `node` and all parts beside it name."""
         schema = node.schema
-        if not isinstance(schema, dict) or id(schema) in seen:
+        if not isinstance(schema, dict) or id(schema) in members:
             return
-        seen.add(id(schema))
+        members[id(schema)] = schema
         for word, named in (("properties", keys.names), ("patternProperties", keys.patterns)):
             declared = schema.get(word)
             if isinstance(declared, dict):
                 named.update(dict.fromkeys(declared))
-        keys.names.update(dict.fromkeys(_required(schema)))
+        keys.wanted.update(dict.fromkeys(_required(schema)))
         for word in _OTHERS:
             rule = schema.get(word)
             keys.is_open |= isinstance(rule, dict) and rule != {}
         for word, child in self._below(node):
             if word in _SAME_VALUE:
-                self._gather(child, keys, seen)
+                self._gather(child, keys, members)
 
 
 def _required(schema: SchemaObject) -> Iterator[str]:
@@ -185,7 +227,8 @@ def _required(schema: SchemaObject) -> Iterator[str]:
 
 
 def _apply(schema: SchemaObject, keys: _Keys) -> None:
-    for word, named in (("properties", keys.names), ("patternProperties", keys.patterns)):
+    names = {**keys.names, **keys.wanted}
+    for word, named in (("properties", names), ("patternProperties", keys.patterns)):
         declared = schema.get(word)
         own = declared if isinstance(declared, dict) else {}
         if named:

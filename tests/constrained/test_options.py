@@ -51,6 +51,12 @@ CLOSED: list[tuple[Any, list[str], list[str]]] = [
         ['{"a":1,"b":2}'],
         ['{"a":1,"x":2}'],
     ),
+    # for one value inside, parts that stand apart
+    (
+        {**declares(o=A), "anyOf": [{"required": ["o"], "properties": {"o": {"required": ["c"]}}}]},
+        ['{"o":{"a":1,"c":2}}'],
+        ['{"o":{"a":1}}', '{"o":{"c":1,"x":1}}'],
+    ),
     ({"anyOf": [A, B]}, ['{"a":1}', '{"b":1}'], ['{"a":1,"b":1}', '{"x":1}']),
     ({**A, "anyOf": [B, {"required": ["a"]}]}, ['{"a":1,"b":1}'], ['{"a":1,"x":1}']),
     (
