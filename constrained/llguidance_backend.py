@@ -77,6 +77,7 @@ class _Shared:
     """What all grammars of one vocabulary share."""
 
     vocabulary: Vocabulary
+    vocab_size: int
     tokenizer: llguidance.LLTokenizer
     executor: llguidance.LLExecutor | None  # fills many rows on several cores
     stop_ids: frozenset[int]
@@ -119,7 +120,7 @@ class LLGuidanceState:
             if not self.may_end:
                 return False
             self._num_stops += 1
-        elif self._num_stops or not 0 <= token_id < self._shared.vocabulary.size:
+        elif self._num_stops or not 0 <= token_id < self._shared.vocab_size:
             return False
         elif not self._consume(token_id):
             self.check_fault()
@@ -166,10 +167,12 @@ class LLGuidanceState:
     def check_fault(self) -> None:
         """Raise the GrammarError of a matcher that can't go on: a limit, or a dead end."""
         matcher = self._matcher
+        if not matcher.is_stopped():  # as one with an error is
+            return
         if matcher.is_error():
             message = _first_line(matcher.get_error())
             raise GrammarError(f"the grammar is too complex to continue: {reason(message)}")
-        if matcher.is_stopped() and not matcher.is_accepting():
+        if not matcher.is_accepting():
             raise GrammarError("no text that continues this one satisfies the grammar")
 
     @staticmethod
@@ -411,6 +414,7 @@ class LLGuidanceBackend:
                 )
                 self._shared = _Shared(
                     vocabulary,
+                    vocabulary.size,
                     tokenizer,
                     self._executor(),
                     frozenset(vocabulary.stop_ids),

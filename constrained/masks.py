@@ -80,20 +80,21 @@ def fill_rows(
     others are not affected. States of one vocabulary are filled in one native call.
     """
     errors: dict[int, GrammarError] = {}
-    by_type: dict[type, list[int]] = {}
-    for i, state in enumerate(states):
-        by_type.setdefault(type(state), []).append(i)
-    for kind, members in by_type.items():
+    kinds = {type(state) for state in states}
+    for kind in kinds:
+        mine: Sequence[tuple[int, GrammarState]] = list(zip(rows, states, strict=True))
+        if len(kinds) > 1:
+            mine = [(row, state) for row, state in mine if type(state) is kind]
         is_batch = hasattr(kind, "fill_batch")
         if is_batch:
             some = cast(type[_BatchState], kind)
-            some.fill_batch([states[i] for i in members], [rows[i] for i in members], masks)
-        for i in members:
+            some.fill_batch([state for _, state in mine], [row for row, _ in mine], masks)
+        for row, state in mine:
             try:
                 if is_batch:
-                    cast(_BatchState, states[i]).check_fault()
+                    cast(_BatchState, state).check_fault()
                 else:
-                    states[i].fill(masks[rows[i]])
+                    state.fill(masks[row])
             except GrammarError as error:
-                errors[rows[i]] = error
+                errors[row] = error
     return errors

@@ -16,11 +16,12 @@ import numpy as np
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.sampling import RowSampling, SampleBatch
 
-from .mask_rows import MaskRows
+from .mask_rows import Masked, MaskRows
 from .plan import Chunk, StepPlan
 from .sequence import SequenceState
 from .sequence_table import SequenceTable
 
+MAX_KEPT = 64  # parameters of rows in orders that may come again
 CHOOSE = -1  # SampleBatch.targets of a row that chooses
 
 
@@ -63,7 +64,8 @@ class BatchBuilder:
         self._steps = np.empty((0, 5, 0), np.int32)  # `_growing` of the steps to come, last first
         self._num_steady = 0  # how many: until one of them needs a page
         self._params: SampleBatch | None = None  # of these rows, if they stay the same
-        self._masked: list[tuple[int, SequenceState]] = []  # those with a grammar, by place in S
+        self._masked: Masked = ()  # those of them with a grammar, by place in S
+        self._kept: dict[tuple[int, ...], SampleBatch] = {}  # by arrivals in the order of S
 
     def build(self, plan: StepPlan) -> ForwardBatch:
         """The forward arrays; also notes which rows are sampled, for `sampling`."""
@@ -195,7 +197,7 @@ class BatchBuilder:
         Grammar masks are filled here, as `MaskRows.fill` says.
         """
         if self._params is None:
-            self._params = self._sampling(plan)
+            self._params, self._masked = self._sampling(plan)
         params, masks = self._params, self._params.masks
         if masks is not None:
             self._masks.fill(masks, self._masked, faults)
@@ -203,8 +205,30 @@ class BatchBuilder:
             self._params = None
         return params
 
-    def _sampling(self, plan: StepPlan) -> SampleBatch:
-        """All but what the masks hold."""
+    def _sampling(self, plan: StepPlan) -> tuple[SampleBatch, Masked]:
+        """All but what the masks hold, and whose masks those are.
+
+        Rows come back in few orders, as tokens that are forced make a chunk of a row for a step:
+        what was made for an order is kept. It reads positions where `build` writes them.
+        """
+        chosen = list(plan.decodes)
+        chosen += [chunk.sequence for chunk in plan.chunks if chunk.is_sampling]
+        if self._scored:
+            return self._make(plan)
+        order = tuple([sequence.arrival for sequence in chosen])
+        params = self._kept.get(order)
+        if params is None:
+            params, masked = self._make(plan)
+            if not any(params.rows):
+                if len(self._kept) >= MAX_KEPT:
+                    self._kept.clear()
+                self._kept[order] = params
+            return params, masked
+        if params.masks is not None:
+            params.masks.fill(-1)
+        return params, [(i, s) for i, s in enumerate(chosen) if s.grammar is not None]
+
+    def _make(self, plan: StepPlan) -> tuple[SampleBatch, Masked]:
         table, num_sampled = self._table, self._num_sampled
         of = self._sample_sequences[:num_sampled]
         num_top = table.num_top[of]
@@ -212,7 +236,6 @@ class BatchBuilder:
             num_top[start:end] = wanted
         rows: list[RowSampling | None] = [sequence.row_sampling() for sequence in plan.decodes]
         masked = [(i, s) for i, s in enumerate(plan.decodes) if s.grammar is not None]
-        self._masked = masked
         for chunk in plan.chunks:
             rows += [None] * chunk.num_scored
             if chunk.is_sampling:
@@ -221,7 +244,7 @@ class BatchBuilder:
                 rows.append(chunk.sequence.row_sampling())
         has_mask = np.zeros(num_sampled, np.bool_)
         has_mask[[place for place, _ in masked]] = True
-        return SampleBatch(
+        params = SampleBatch(
             targets=self._targets[:num_sampled],
             temperature=table.temperature[of],
             top_k=table.top_k[of],
@@ -238,3 +261,4 @@ class BatchBuilder:
             masks=self._masks.rows(num_sampled) if masked else None,
             has_mask=has_mask,
         )
+        return params, masked

@@ -26,6 +26,7 @@ from .ops import Pool
 
 _INT64 = ctypes.c_int64
 _POINTER = ctypes.c_void_p
+_MAX_CALLS = 64
 _NO_IDS = np.empty(0, np.int32)
 _NO_VALUES = np.empty(0, np.float32)
 
@@ -125,7 +126,7 @@ class NativeSampler:
         skipped = -scratch.ctypes.data // 4 % 16
         self._scratch = scratch[skipped:]
         self._scratch_address = _address(self._scratch)
-        self._call: _Call | None = None  # the newest of plain rows, to be made again
+        self._calls: dict[int, _Call] = {}  # of plain rows, to be made again; by id of `params`
 
     def sample(
         self,
@@ -142,10 +143,9 @@ class NativeSampler:
         their block maxima, as `Model.forward` leaves them; 0: they are not known.
         """
         at = (_address(logits) if address is None else address, maxima)
-        call = self._call
-        if call is not None and call.params is params:
+        call = self._calls.get(id(params))  # which it holds, so the id stays its own
+        if call is not None:
             return self._run(call, at)
-        self._call = None
         edited = {
             i: edited_row(logits[i], special, params, i)
             for i, special in enumerate(params.rows)
@@ -154,7 +154,9 @@ class NativeSampler:
         banned = {i: self._ban(row, params, i) for i, row in edited.items()}
         call = _Call(params, edited, self._vocab_size)
         if call.is_plain:
-            self._call = call
+            if len(self._calls) >= _MAX_CALLS:
+                self._calls.clear()
+            self._calls[id(params)] = call
         result = self._run(call, at)
         again = [i for i, ids in banned.items() if len(ids) and result.token_ids[i] == NOT_FINITE]
         for i in again:  # nothing else was allowed: the grammar wins over the ban
