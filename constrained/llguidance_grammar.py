@@ -144,7 +144,7 @@ def locate(
 
 
 # Signs of a message that says what is lacking; other messages: it is malformed.
-_LACKS = {"pattern": ("look",), "patternProperties": ("disjoint", "look")}
+_LACKS = {"pattern": ("look", "backref"), "patternProperties": ("disjoint", "look", "backref")}
 # Signs of a message that says no value is allowed, or that the schema is broken.
 _FINAL = ("greater", "nsatisfiable", "unclosed", "escapes")
 _EMPTY = ("nsatisfiable", "NoExtensionBias", "greater", "required property", "incompatible")

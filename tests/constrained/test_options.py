@@ -163,6 +163,29 @@ def test_limits_of_the_engine_are_weakened(compiler: GrammarCompiler, accepts: A
     assert not accepts(spec, '{"b":1}')
 
 
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "string", "pattern": r"^(a|b)\1$"}, '"aa"', '"ab"'),
+        ({"patternProperties": {r"^(a|b)\1$": {"type": "null"}}}, '{"aa":null,"ab":1}', '{"bb":1}'),
+        (
+            {"patternProperties": {"^(?!x)": {"type": "null"}}, "additionalProperties": False},
+            '{"a":null}',
+            '{"xa":null}',
+        ),
+    ],
+)
+def test_back_references_and_look_around_are_checked(
+    compiler: GrammarCompiler, accepts: Accepts, schema: Any, valid: str, invalid: str
+) -> None:
+    spec = GrammarSpec.json_schema(schema)
+    check = compiler.get(spec).check
+    assert check is not None
+    assert [residual.pointer for residual in check.residuals] == [""]
+    assert accepts(spec, valid)
+    assert not accepts(spec, invalid)
+
+
 def test_without_need_lenient_is_strict(compiler: GrammarCompiler, accepts: Accepts) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     lenient = GrammarSpec.json_schema(schema, policy="lenient")
