@@ -121,10 +121,11 @@ class Committer:
         if sequence.first_token_s is None:
             sequence.first_token_s = now - sequence.submitted_at
         logprob = _token_logprob(result, place, token_id) if sequence.wants_logprobs else None
-        if token_id in sequence.stop_ids:
+        constraint = sequence.constraint
+        # One that the grammar needs as text, while the text is not complete, ends nothing.
+        if token_id in sequence.stop_ids and (constraint is None or constraint.state.may_end):
             self._stop(sequence, token_id, logprob)
             return
-        constraint = sequence.constraint
         if constraint is None:
             self._append_free(sequence, token_id, logprob)
             return

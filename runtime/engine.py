@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from palmette.constrained.gate import gated
 from palmette.kernels.sampling import SampleBatch, SampleResult
 from palmette.radix_cache.tenants import tenant_of
 from palmette.radix_cache.tree import TreeNode
@@ -24,11 +23,12 @@ from .books import check_books
 from .cache import PrefixCache
 from .commit import CommitHooks, Committer
 from .config import EngineConfig
-from .faults import Aborted, SequenceFault, check_room, deadline_passed, explain
-from .grammar_waiters import GrammarWaiters
+from .faults import Aborted, SequenceFault, deadline_passed, explain
+from .grammar_waiters import GrammarWaiters, fitted
 from .intake import Intake
 from .interrupts import deferred_interrupt
 from .metrics import Counters, EngineStats
+from .overruled import overruled
 from .parts import GrammarSource, TokenCodec
 from .plan import StepPlan
 from .request import (
@@ -296,9 +296,7 @@ class Engine:
                 self._on_fault(sequence, grammar)
                 continue
             try:
-                grammar = gated(grammar, sequence.request.reasoning_end, self._vocabulary)
-                check_room(grammar.shortest, sequence.max_generated)
-                self._scheduler.grammar_ready(sequence, grammar)
+                self._scheduler.grammar_ready(sequence, fitted(grammar, sequence))
             except Exception as error:  # fault boundary: one request
                 self._on_fault(sequence, error)
 
@@ -424,7 +422,7 @@ class Engine:
             usage=sequence.usage(),
             timing=timing,
             error=error,
-            warnings=sequence.warnings,
+            warnings=sequence.warnings + overruled(sequence, finish),
         )
         self._outputs.append(output)
         self._num_ended += 1

@@ -10,10 +10,24 @@ from collections import deque
 from collections.abc import Iterator
 
 from palmette.constrained.backend import CompiledGrammar
+from palmette.constrained.gate import gated
 from palmette.constrained.spec import GrammarError, GrammarSpec
 
+from .faults import check_room
 from .parts import GrammarSource
 from .sequence import SequenceState
+
+
+def fitted(grammar: CompiledGrammar, sequence: SequenceState) -> CompiledGrammar:
+    """The grammar as a sequence is to follow it: behind its thinking, if there is any.
+
+    Raises:
+        SequenceFault: it has no room for the shortest text.
+    """
+    vocabulary = sequence.delivery.vocabulary
+    grammar = gated(grammar, sequence.request.reasoning_end, vocabulary)
+    check_room(grammar.shortest, sequence.max_generated)
+    return grammar
 
 
 class GrammarWaiters:

@@ -58,9 +58,22 @@ class MaskRows:
                 assert grammar is not None and constraint is not None
                 self._set_stops(rows, place, sequence.stop_ids, grammar.may_end)
                 constraint.edit(rows[place])
+                if not grammar.may_end and not sequence.stop_ids <= self._end_ids:
+                    self._allow_needed(rows[place], sequence)
             except Exception as error:  # fault boundary: one sequence
                 faults[sequence.arrival] = error
                 rows[place].fill(-1)
+
+    def _allow_needed(self, row: Int32Array, sequence: SequenceState) -> None:
+        """Where nothing but stop ids of the request could go on the text, they are text."""
+        if row.any():
+            return
+        grammar, constraint = sequence.grammar, sequence.constraint
+        assert grammar is not None and constraint is not None
+        grammar.fill(row)
+        for word, kept, _ in _stop_bits(frozenset(), self._end_ids):
+            row[word] &= kept
+        constraint.edit(row)
 
     def _set_stops(
         self, rows: Int32Array, place: int, stop_ids: frozenset[int], may_end: bool
