@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from palmette.constrained.spec import GrammarError
     from palmette.lang import testing
     from palmette.lang.api import Function, function
+    from palmette.lang.async_programs import AsyncFunction
+    from palmette.lang.async_state import AsyncState
     from palmette.lang.backends import (
         Runtime,
         flush_cache,
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
 
 # public name -> module that owns it
 _PUBLIC = {
+    "AsyncFunction": "palmette.lang.async_programs",
+    "AsyncState": "palmette.lang.async_state",
     "ConcretizationError": "palmette.lang.errors",
     "Engine": "palmette.runtime.engine",
     "EngineConfig": "palmette.runtime.config",
@@ -102,6 +106,8 @@ _PUBLIC = {
 _MODULES = frozenset({"testing"})  # public names that are modules themselves
 
 __all__ = [
+    "AsyncFunction",
+    "AsyncState",
     "ConcretizationError",
     "Engine",
     "EngineConfig",

@@ -14,45 +14,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
-from .arguments import SAMPLING_NAMES, refuse_async, split_defaults, takes_any, unknown_argument
+from .base_function import BaseFunction
 from .compiler import compile_function
 from .passes import optimised
 from .program import Program
-from .programs import Call, run_many, run_one
+from .programs import run_many, run_one
 from .state import ProgramState
 
 if TYPE_CHECKING:
+    from .async_programs import AsyncBodyFunction, AsyncFunction
     from .backends import Backend
 
 
-_BATCH_NAMES = ("generator_style", "num_threads", "progress_bar", "backend", *SAMPLING_NAMES)
-
-
-class Function:
+class Function(BaseFunction):
     """A program: a Python function of a state `s` and arguments."""
-
-    def __init__(
-        self,
-        func: Callable[..., object],
-        *,
-        num_api_spec_tokens: int | None = None,
-        bound: Mapping[str, object] | None = None,
-    ) -> None:
-        self._signature = inspect.signature(func)
-        names = list(self._signature.parameters)
-        if not names or names[0] != "s":
-            raise ValueError(
-                f"the first argument of the program {func.__name__!r} must be named 's'"
-            )
-        refuse_async(func)
-        self.func = func
-        self.num_api_spec_tokens = num_api_spec_tokens
-        self.bound = dict(bound or {})
-        self.arg_names = names[1:]
-        self.__name__ = func.__name__
-        self.__doc__ = func.__doc__
 
     def bind(self, **arguments: object) -> Function:
         """This program with some arguments given."""
@@ -90,13 +67,23 @@ class Function:
         Raises:
             Exception: what the program raises before it first waits for text.
         """
-        given = {name: value for name, value in kwargs.items() if name in self.arg_names}
-        defaults, rest = split_defaults(
-            {name: value for name, value in kwargs.items() if name not in given}
-        )
-        self._check_names(rest, (*self.arg_names, *SAMPLING_NAMES))
-        call = Call(self.func, args, {**self.bound, **given, **rest})
+        call, defaults = self._call(args, kwargs)
         return run_one(call, defaults=defaults, backend=backend, eager=eager)
+
+    async def run_async(
+        self, *args: object, backend: Backend | None = None, **kwargs: object
+    ) -> ProgramState:
+        """`run` to the end in an event loop, which goes on meanwhile.
+
+        Cancelling it aborts its requests.
+
+        Raises:
+            Exception: what ended the program. Failed operations are kept for their readers.
+        """
+        from .async_programs import finish_async  # asyncio is slow to import
+
+        call, defaults = self._call(args, kwargs)
+        return await finish_async(call, defaults=defaults, backend=backend)
 
     @overload
     def run_batch(
@@ -148,12 +135,7 @@ class Function:
         Raises:
             TypeError: nothing takes an argument, or an entry does not fit the program; says which.
         """
-        sampling.pop("use_thread", None)
-        defaults, unknown = split_defaults(sampling)
-        if unknown:
-            remedy = "; arguments of the program go into the entries, or into bind()"
-            raise unknown_argument("run_batch()", next(iter(unknown)), _BATCH_NAMES, remedy)
-        calls = [self._call_of(entry, index) for index, entry in enumerate(batch_kwargs)]
+        calls, defaults = self._batch(batch_kwargs, sampling)
         states = run_many(
             calls,
             defaults=defaults,
@@ -187,48 +169,41 @@ class Function:
         self._check_names(constants, self.arg_names)
         return optimised(compile_function(self.func, self._signature, {**self.bound, **constants}))
 
-    def _check_names(self, arguments: Mapping[str, object], known: Sequence[str]) -> None:
-        """
-        Raises:
-            TypeError: the program takes no such argument.
-        """
-        if takes_any(self._signature):
-            return
-        for name in arguments:
-            if name not in known:
-                raise unknown_argument(f"{self.__name__}()", name, known)
 
-    def _call_of(self, entry: Mapping[str, object] | Sequence[object], index: int) -> Call:
-        place = f"batch_kwargs[{index}]"
-        if isinstance(entry, Mapping):
-            arguments = {**self.bound, **entry}
-        elif isinstance(entry, str) or not isinstance(entry, Sequence):
-            raise TypeError(
-                f"{place}: {type(entry).__name__} is neither a dict nor a tuple of arguments"
-            )
-        else:
-            free = [name for name in self.arg_names if name not in self.bound]
-            if len(entry) > len(free):
-                raise TypeError(f"{place}: {len(entry)} arguments for {self.__name__}({free})")
-            arguments = {**self.bound, **dict(zip(free, entry, strict=False))}
-        try:
-            self._check_names(arguments, self.arg_names)
-            self._signature.bind(None, **arguments)
-        except TypeError as error:
-            raise TypeError(f"{place}: {error}") from None
-        return Call(self.func, (), arguments)
+class _Decorator(Protocol):
+    """What `@function(...)` gives."""
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]  # the more special one goes first
+        self, func: AsyncBodyFunction, /
+    ) -> AsyncFunction: ...
+    @overload
+    def __call__(self, func: Callable[..., object], /) -> Function: ...
 
 
+@overload
+def function(  # type: ignore[overload-overlap]  # the more special one goes first
+    func: AsyncBodyFunction, /
+) -> AsyncFunction: ...
 @overload
 def function(func: Callable[..., object], /) -> Function: ...
 @overload
-def function(*, num_api_spec_tokens: int | None = None) -> Callable[..., Function]: ...
+def function(*, num_api_spec_tokens: int | None = None) -> _Decorator: ...
 
 
 def function(
-    func: Callable[..., object] | None = None, /, *, num_api_spec_tokens: int | None = None
-) -> Function | Callable[..., Function]:
-    """Make a program of a Python function whose first argument is named `s`."""
-    if func is not None:
-        return Function(func, num_api_spec_tokens=num_api_spec_tokens)
-    return lambda func: Function(func, num_api_spec_tokens=num_api_spec_tokens)
+    func: Callable[..., Any] | None = None, /, *, num_api_spec_tokens: int | None = None
+) -> Function | AsyncFunction | _Decorator:
+    """Make a program of a Python function whose first argument is named `s`.
+
+    Of an `async def` it makes an `AsyncFunction`.
+    """
+
+    def made(func: Callable[..., Any]) -> Any:
+        if not inspect.iscoroutinefunction(func):
+            return Function(func, num_api_spec_tokens=num_api_spec_tokens)
+        from .async_programs import AsyncFunction  # asyncio is slow to import
+
+        return AsyncFunction(func, num_api_spec_tokens=num_api_spec_tokens)
+
+    return made if func is None else made(func)

@@ -121,14 +121,12 @@ def refuse_unused(arguments: Mapping[str, object]) -> None:
             raise ValueError(f"choices and {name}: select scores the choices as they are")
 
 
-def refuse_async(func: Callable[..., object]) -> None:
+def refuse_generators(func: Callable[..., object]) -> None:
     """Bodies whose call only makes an object, and runs nothing.
 
     Raises:
         TypeError: `func` is one.
     """
     name = getattr(func, "__name__", repr(func))
-    if inspect.iscoroutinefunction(func):
-        raise TypeError(f"{name}: async programs are not supported yet; use def")
     if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
         raise TypeError(f"{name}: a program returns text, it does not yield")

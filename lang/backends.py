@@ -12,7 +12,7 @@ from palmette.runtime.client import EngineClient
 from palmette.runtime.request import EngineInfo
 
 from .session import Session
-from .task import current_task
+from .task import current_body, current_task
 
 if TYPE_CHECKING:
     from palmette.runtime.engine import Engine
@@ -38,9 +38,9 @@ def session_of(backend: Backend | None) -> Session:
         TypeError: `backend` is none.
     """
     if backend is None:
-        task = current_task()
-        if task is not None:
-            return task.session
+        running = current_task() or current_body()
+        if running is not None:
+            return running.session
         backend = _Holder.default
         if backend is None:
             raise ValueError(

@@ -120,6 +120,12 @@ class Tracing(NodeMaker):
         meta: Any = Placeholder("", "the meta information of a generated text", _RUN_IT)
         return Result(value=refs_of(value, self._counts.get(value, 1), self.holes), meta=meta)
 
+    def has_result(self, value: ValueId) -> bool:
+        return True  # as a reference
+
+    def has_content(self, state: StateId) -> bool:
+        return True
+
     def finish(self) -> None:
         _refuse("the end of an operation")
 

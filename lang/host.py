@@ -15,7 +15,7 @@ from .errors import located
 from .expressions import GenArguments, RunDefaults, resolve
 from .ir import GenOptions, Line, StateId, ValueId
 from .session import Session
-from .task import Task, current_task
+from .task import Body, current_body, current_task
 from .trace import Reading
 
 P = ParamSpec("P")
@@ -64,7 +64,7 @@ class Host:
         self.session = session
         self.chat = chat
         self.defaults = defaults
-        self.task: Task | None = None
+        self.task: Body | None = None
         self.branches: dict[ValueId, str] = {}  # of what forks generate: "fork 0/2"
 
     def __del__(self) -> None:
@@ -97,7 +97,7 @@ class Host:
             if task is self.task:
                 return True
             task = task.starter
-        return self.task is None
+        return self.task is None or self.task is current_body()
 
     def is_over(self) -> bool:
         """Whether the body has ended."""

@@ -109,6 +109,12 @@ class Interpreter:
         start = None if base is None else self.content(base)
         return text_of(self.content(tip), start)
 
+    def has_result(self, value: ValueId) -> bool:
+        return True
+
+    def has_content(self, state: StateId) -> bool:
+        return True
+
     def finish(self) -> None:
         """Everything is done already."""
 

@@ -35,10 +35,19 @@ from .chat import ChatFormat
 from .content import Content, Encoder, start
 from .errors import BackendError
 from .streams import Issue, Later, request_of
-from .task import ELSEWHERE, INTERRUPTED, STALLED, Task, current_task
+from .task import (
+    ELSEWHERE,
+    INTERRUPTED,
+    STALLED,
+    SYNC_READ,
+    Task,
+    Waiter,
+    current_body,
+    current_task,
+)
 
 if TYPE_CHECKING:
-    import asyncio
+    from .driver import AsyncDriver
 
 
 class Sink(Protocol):
@@ -72,13 +81,13 @@ class Session:
         self._owners: dict[str, Sink] = {}  # unfinished requests, in the outbox too
         # On their way to the backend (False) or there (True); interrupted ones without an owner.
         self._submitted: dict[str, bool] = {}
-        self._waiting: dict[Task, None] = {}
-        self._watchers: dict[int, list[Task]] = {}  # id of what is watched -> who waits
-        self._ready: dict[Task, None] = {}
+        self._waiting: dict[Waiter, None] = {}
+        self._watchers: dict[int, list[Waiter]] = {}  # id of what is watched -> who waits
+        self._ready: dict[Waiter, None] = {}
         self._arrived: deque[Output] = deque()
         self._refused: deque[Output] = deque()  # of requests that the backend never took
         self._failure: tuple[str, list[str]] | None = None  # and the requests that it hits
-        self._async_poll: asyncio.Task[None] | None = None
+        self._driver: AsyncDriver | None = None
 
     @property
     def chat(self) -> ChatFormat:
@@ -113,6 +122,8 @@ class Session:
             return
         task = current_task()
         if task is None or task.session is not self:
+            if current_body() is not None:
+                raise RuntimeError(SYNC_READ)
             try:
                 while not done():
                     # Another thread may have finished it between the two calls of done().
@@ -124,16 +135,22 @@ class Session:
                 self.interrupt(watched)
                 raise
             return
-        self._waiting[task] = None
-        for one in watched:
-            self._watchers.setdefault(id(one), []).append(task)
-        try:
+        with self.waiting(task, watched):
             task.wait(done)
+
+    @contextmanager
+    def waiting(self, waiter: Waiter, watched: Sequence[object]) -> Iterator[None]:
+        """`waiter` is looked at again whenever one of `watched` makes progress."""
+        self._waiting[waiter] = None
+        for one in watched:
+            self._watchers.setdefault(id(one), []).append(waiter)
+        try:
+            yield
         finally:
-            self._waiting.pop(task, None)
+            self._waiting.pop(waiter, None)
             for one in watched:
                 watchers = self._watchers[id(one)]
-                watchers.remove(task)
+                watchers.remove(waiter)
                 if not watchers:
                     del self._watchers[id(one)]
 
@@ -142,9 +159,9 @@ class Session:
 
         Readers get errors; the outputs that still come for their requests are ignored.
         """
-        with self._round():
+        with self.alone():
             found = {id(one): one for one in watched}
-            tasks = [one for one in watched if isinstance(one, Task)]
+            tasks: list[Waiter] = [one for one in watched if isinstance(one, Task)]
             tasks += [task for key in found for task in self._watchers.get(key, ())]
             tasks = list(dict.fromkeys(tasks))
             watchers = list(self._watchers.items())
@@ -159,9 +176,9 @@ class Session:
                     new.start()  # what was recorded and not looked at is given up too
             for sink in sinks.values():
                 sink.fail_calls(INTERRUPTED)
-                self._notify(sink)
+                self.notify(sink)
             for task in tasks:
-                self._notify(task)
+                self.notify(task)
 
     def abandon(self, one: Task | Sink) -> None:
         """Nobody reads any more what a body or a sink gives: end it, and abort its requests.
@@ -176,14 +193,14 @@ class Session:
     def flush_cache(self) -> bool:
         """The backend's, after what was abandoned has ended."""
         self._settle()
-        with self._round():
+        with self.alone():
             while any(request_id not in self._owners for request_id in self._submitted):
-                self._poll()
+                self.poll()
                 self._dispatch()
         return self.client.flush_cache()
 
     @contextmanager
-    def _round(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Alone with the books; what was abandoned meanwhile is ended afterwards."""
         with self._lock:
             self._depth += 1
@@ -211,7 +228,7 @@ class Session:
     def _end(self, one: Task | Sink) -> None:
         if isinstance(one, Task):
             one.abandon()
-            self._notify(one)
+            self.notify(one)
         else:
             self._abort({id(one)})
             self._new.pop(id(one), None)
@@ -223,10 +240,20 @@ class Session:
         if dead:
             self._outbox = deque(r for r in self._outbox if r.request_id in self._owners)
             self._later = [item for item in self._later if item[1].request_id in self._owners]
-            self.client.abort([i for i in dead if i in self._submitted])
+            running = [i for i in dead if i in self._submitted]
+            if self._driver is None or not self._driver.stops_later(running):
+                self.client.abort(running)
         return sinks
 
-    def resume(self, task: Task) -> None:
+    def give_up(self, sinks: Sequence[Sink]) -> None:
+        """End the requests of sinks; who still reads what they should have given hears of it."""
+        with self.alone():
+            for sink in sinks:
+                self._end(sink)
+                sink.fail_calls(INTERRUPTED)
+                self.notify(sink)
+
+    def resume(self, task: Waiter) -> None:
         """Run a body until it waits or ends, and tell those who wait for it.
 
         Raises:
@@ -239,9 +266,9 @@ class Session:
         except BaseException:
             self.interrupt(task.watched)
             raise
-        self._notify(task)
+        self.notify(task)
 
-    def _notify(self, one: object) -> None:
+    def notify(self, one: object) -> None:
         """Look again at the programs that wait for `one`."""
         for task in tuple(self._watchers.get(id(one), ())):
             if task.is_ready():
@@ -249,44 +276,33 @@ class Session:
 
     def advance(self) -> bool:
         """One round; False when there is nothing left to do."""
-        with self._round():
+        with self.alone():
             if self._prepare():
                 return True
             if self._submitted:
-                self._poll()
+                self.poll()
                 self._dispatch()
                 return True
-            if not self._later:
-                return self._release_stalled()
-            pause_s = self._pause_s()
+            pause_s = self.pause_s()
+            if pause_s is None:
+                return self.release_stalled()
         time.sleep(pause_s)
         return True
 
-    def _pause_s(self) -> float:
-        """Seconds until the next request is due, when nothing else is under way."""
+    def pause_s(self) -> float | None:
+        """Seconds until the next request is due; None: there is none."""
+        if not self._later:
+            return None
         return max(0.0, min(due for due, _ in self._later) - time.monotonic())
 
-    async def advance_async(self) -> bool:
-        """`advance`, with the polling in a thread, so that the event loop goes on."""
-        import asyncio  # only who streams into an event loop pays for it
+    @property
+    def driver(self) -> AsyncDriver:
+        """Who drives this session in the event loop that runs."""
+        from .driver import AsyncDriver  # asyncio: only who has an event loop pays for it
 
-        with self._round():
-            if self._prepare():
-                return True
-            if not self._submitted:
-                return self._release_stalled()
-            poll, loop = self._async_poll, asyncio.get_running_loop()
-            if poll is None or poll.done() or poll.get_loop() is not loop:
-                poll = self._async_poll = loop.create_task(self._poll_in_thread())
-        await asyncio.shield(poll)
-        return True
-
-    async def _poll_in_thread(self) -> None:
-        import asyncio
-
-        await asyncio.to_thread(self._poll)
-        with self._round():
-            self._dispatch()
+        if self._driver is None or not self._driver.is_here:
+            self._driver = AsyncDriver(self)
+        return self._driver
 
     def _prepare(self) -> bool:
         """Resume bodies, start new nodes, submit; True when that was work enough."""
@@ -295,16 +311,38 @@ class Session:
             return True
         if self._resume_ready():
             return True
+        has_started = self._start_new()
+        self._submit()
+        is_one_ready = any(task.is_here for task in list(self._ready))
+        return has_started or is_one_ready or bool(self._refused)
+
+    def prepare_without_sending(self) -> bool:
+        """`_prepare` but for what talks to the backend."""
+        if self._arrived or self._refused or self._failure is not None:
+            self._dispatch()
+            return True
+        return self._resume_ready() or self._start_new()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something came that was not looked at."""
+        return bool(self._ready or self._refused or self._arrived or self._failure)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the backend has nothing to do for this session."""
+        return not self._submitted
+
+    def _start_new(self) -> bool:
+        """Queue what the new nodes ask for; False when there are none."""
         has_started = bool(self._new)
         while self._new:
             for key in list(self._new):  # at once: a body in another thread may be recording
                 sink = self._new.pop(key)
                 self._queue(sink, sink.start())
-                self._notify(sink)
+                self.notify(sink)
         self._queue_due()
-        self._submit()
-        is_one_ready = any(task.is_here for task in list(self._ready))
-        return has_started or is_one_ready or bool(self._refused)
+        return has_started
 
     def _resume_ready(self) -> bool:
         """Let bodies of this thread go on whose text is there; False when there is none."""
@@ -333,8 +371,12 @@ class Session:
 
     def _submit(self) -> None:
         """Send what the backend's queue can take; a bad request becomes an output."""
+        self.send_group(self.next_group())
+
+    def next_group(self) -> list[Request]:
+        """Take what the backend's queue can take out of the outbox."""
         if not self._outbox:
-            return
+            return []
         info = self.client.info()
         room = info.limits.max_waiting - len(self._submitted)
         group: list[Request] = []
@@ -346,6 +388,9 @@ class Session:
                 self._refused.append(_refused(request, error))
             else:
                 group.append(request)
+        return group
+
+    def send_group(self, group: list[Request]) -> None:
         if not group:
             return
         try:
@@ -377,7 +422,7 @@ class Session:
                     return  # there will be room when something has finished
                 self._refused.append(_refused(request, error))
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
         with self._poll_lock:
             if self._arrived:
                 return
@@ -415,7 +460,7 @@ class Session:
         if output.finish is not None:
             del self._owners[output.request_id]
         self._queue(sink, sink.on_output(output))
-        self._notify(sink)
+        self.notify(sink)
 
     def _fail_all(self, message: str, hit: Sequence[str]) -> None:
         lost = [i for i in hit if self._submitted.pop(i, None)]
@@ -428,9 +473,9 @@ class Session:
         self._later.clear()
         for sink in sinks.values():
             self._queue(sink, sink.fail_calls(message))
-            self._notify(sink)
+            self.notify(sink)
 
-    def _release_stalled(self) -> bool:
+    def release_stalled(self) -> bool:
         """Nothing runs: give every program that waits an error. False when none does."""
         waiting = [task for task in list(self._waiting) if task.is_here and task not in self._ready]
         for task in waiting:

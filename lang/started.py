@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .ir import StateId
 from .state import ProgramState
+from .task import Task
 
 
 class StartedState(ProgramState):
@@ -15,43 +15,17 @@ class StartedState(ProgramState):
     refers to this state any more, a waiting body ends.
     """
 
-    __slots__ = ("_inner", "_is_given_up")
+    __slots__ = ("_is_given_up",)
 
     def __init__(self, inner: ProgramState) -> None:
-        self._inner = inner
+        super().__init__(inner._host)
         self._is_given_up = False
-        self._host = inner._host
-        self._base = inner._base
-        self._branch = inner._branch
-        self._variables = inner._variables
-        self._turns = inner._turns
+        self._follow(inner)
 
     def __del__(self) -> None:
         task = self._host.task
-        if self._is_given_up and task is not None and not task.finished:
+        if self._is_given_up and isinstance(task, Task) and not task.finished:
             task.session.abandon(task)
 
     def _give_up(self) -> None:
         self._is_given_up = True
-
-    def _get_state(self) -> StateId:
-        return self._inner._state
-
-    def _set_state(self, state: StateId) -> None:
-        self._inner._state = state
-
-    def _get_role(self) -> str | None:
-        return self._inner._role
-
-    def _set_role(self, role: str | None) -> None:
-        self._inner._role = role
-
-    def _get_role_base(self) -> StateId:
-        return self._inner._role_base
-
-    def _set_role_base(self, state: StateId) -> None:
-        self._inner._role_base = state
-
-    _state = property(_get_state, _set_state)
-    _role = property(_get_role, _set_role)
-    _role_base = property(_get_role_base, _set_role_base)

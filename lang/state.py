@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .chat import Message
 from .content import links
-from .errors import BackendError
 from .expressions import GenExpr
-from .host import Bound, Gathered, Span
 from .meta import Meta
+from .reader import StateReader, name_of
 from .typed import check_type, partial_json
-from .writer import ProgramStateGroup, StateWriter
+from .writer import ProgramStateGroup
 
 if TYPE_CHECKING:
     from typing_extensions import TypeForm
@@ -27,20 +26,7 @@ T = TypeVar("T")
 __all__ = ["ProgramState", "ProgramStateGroup"]
 
 
-def name_of(key: str | GenExpr[T]) -> str:
-    """The variable that a key of a state means.
-
-    Raises:
-        KeyError: a gen without a name.
-    """
-    if isinstance(key, str):
-        return key
-    if key.name is None:
-        raise KeyError("this gen has no name; read the variable by the name it was bound to")
-    return key.name
-
-
-class ProgramState(StateWriter):
+class ProgramState(StateReader):
     """A growing prompt with variables. The first argument of every program.
 
     `s += expr` appends, `s["x"]` reads a variable, `s.fork(n)` makes n states that go on from here.
@@ -129,9 +115,7 @@ class ProgramState(StateWriter):
     def error(self) -> BaseException | None:
         """What went wrong in this program, or None; waits for its end."""
         self.sync()
-        if self._host.reading.error is not None:
-            return self._host.reading.error
-        return None if self._host.task is None else self._host.task.error
+        return self._error_so_far()
 
     @property
     def ret_value(self) -> object:
@@ -180,19 +164,12 @@ class ProgramState(StateWriter):
         self, var_name: str | None = None, return_meta_data: bool = False
     ) -> AsyncIterator[str | tuple[str, Meta]]:
         """`text_iter` for an event loop, which goes on while the backend works."""
-        shown = 0
+        from .driver import pieces_async  # asyncio is slow to import
+
+        session = self._host.session
         try:
-            while True:
-                text, meta, is_all = self._progress(var_name)
-                if len(text) > shown:
-                    piece, shown = text[shown:], len(text)
-                    yield (piece, meta) if return_meta_data else piece
-                if is_all:
-                    return
-                session = self._host.session
-                assert session is not None  # without one, `_progress` has raised
-                if not await session.advance_async() and not self._has_news(var_name, shown):
-                    raise BackendError("nothing is running that could give this text")
+            async for piece, meta in pieces_async(self, session, self._host.watched, var_name):
+                yield (piece, meta) if return_meta_data else piece
         except Exception:
             raise
         except BaseException:  # closed, or its task was cancelled
@@ -216,37 +193,7 @@ class ProgramState(StateWriter):
         if not host.is_over() and not host.is_inside():
             host.wait(lambda: name in self._variables or host.is_over())
         if name not in self._variables:
-            host.raise_body_error()
-            known = ", ".join(map(repr, self._variables)) or "none"
-            raise KeyError(f"no variable {name!r}; this state has: {known}")
-
-    def _text_of_binding(self, binding: object) -> str:
-        if isinstance(binding, Bound):
-            return self._host.reading.result(binding.value).inserted()
-        return str(self._resolve(binding))
-
-    def _resolve(self, binding: object) -> object:
-        reading = self._host.reading
-        match binding:
-            case Bound():
-                return reading.result(binding.value).value
-            case Span():
-                return reading.text(binding.tip, binding.base)
-            case Gathered():
-                return [self._resolve(item) for item in binding]
-            case _:
-                return binding
-
-    def _meta(self, name: str, binding: object) -> Meta | list[Meta]:
-        if isinstance(binding, Bound):
-            return self._host.reading.result(binding.value).meta
-        if isinstance(binding, Gathered):
-            metas: list[Meta] = []
-            for item in binding:
-                meta = self._meta(name, item)
-                metas.extend(meta if isinstance(meta, list) else [meta])
-            return metas
-        raise KeyError(f"{name!r} was not generated, so there is no meta information")
+            self._refuse_unknown(name)
 
     def _pieces(self, name: str | None) -> Iterator[tuple[str, Meta]]:
         shown = 0
@@ -258,28 +205,3 @@ class ProgramState(StateWriter):
             if is_all:
                 return
             self._host.wait(partial(self._has_news, name, shown))
-
-    def _has_news(self, name: str | None, shown: int) -> bool:
-        text, _, is_all = self._progress(name)
-        return is_all or len(text) > shown
-
-    def _progress(self, name: str | None) -> tuple[str, Meta, bool]:
-        """Text and meta information so far, and whether that is all. Does not wait."""
-        host = self._host
-        if name is None:
-            return self._text_progress()
-        if name not in self._variables:
-            if host.is_over():
-                self._require(name)
-            return "", {}, False
-        binding = self._variables[name]
-        if isinstance(binding, Bound):
-            return host.reading.progress(binding.value)
-        return str(self._resolve(binding)), {}, True
-
-    def _text_progress(self) -> tuple[str, Meta, bool]:
-        host = self._host
-        text, is_all = host.reading.text_so_far(self._state)
-        if is_all and host.is_over():
-            host.raise_body_error()
-        return text, {}, is_all and host.is_over()

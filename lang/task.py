@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Protocol
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
@@ -21,6 +21,46 @@ if TYPE_CHECKING:
 
 class _Stack(greenlet):  # type: ignore[misc]  # greenlet is not typed
     task: Task
+
+
+class Waiter(Protocol):
+    """Who waits for what a session does: a body on its stack, or a coroutine."""
+
+    is_stalled: bool  # set when nothing is left that could give what it waits for
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread in which it can go on."""
+        ...
+
+    @property
+    def watched(self) -> Sequence[object]: ...
+
+    def is_ready(self) -> bool:
+        """Whether it can go on."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+
+class Body(Protocol):
+    """The function of a program that runs: `finished` when it returned or raised `error`."""
+
+    finished: bool
+    value: object
+    error: BaseException | None
+
+
+class AsyncBody:
+    """The coroutine of one program."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.finished = False
+        self.value: object = None
+        self.error: BaseException | None = None
 
 
 class Task:
@@ -76,7 +116,7 @@ class Task:
 
     def is_ready(self) -> bool:
         """Whether a waiting body can go on."""
-        return self.is_stalled or self._done()
+        return self.is_stalled or settled(self._done)
 
     def wait(self, done: Callable[[], bool]) -> None:
         """Called in the body: let others work until `done()`."""
@@ -107,7 +147,19 @@ class Task:
 
 ELSEWHERE = "this program was started in another thread and is not finished; read its results there"
 INTERRUPTED = "the program was interrupted"
+SYNC_READ = (
+    "this read would block the event loop: inside of an async program write `await s[...]`, and "
+    "start other programs with `await program.run_async(...)`"
+)
 STALLED = "nothing is running that could give this text: programs wait for each other"
+
+
+def settled(done: Callable[[], bool]) -> bool:
+    """Whether `done()` holds, or raises what whoever waits is to hear."""
+    try:
+        return done()
+    except Exception:
+        return True
 
 
 def _never() -> bool:
@@ -116,6 +168,24 @@ def _never() -> bool:
 
 def _nothing() -> object:
     return None
+
+
+_BODY: contextvars.ContextVar[AsyncBody | None] = contextvars.ContextVar("body", default=None)
+
+
+def current_body() -> AsyncBody | None:
+    """The async program whose coroutine is running, or None outside of async programs."""
+    return _BODY.get()
+
+
+@contextmanager
+def entered(body: AsyncBody) -> Iterator[None]:
+    """While the coroutine of `body` runs, in this context."""
+    token = _BODY.set(body)
+    try:
+        yield
+    finally:
+        _BODY.reset(token)
 
 
 def current_task() -> Task | None:

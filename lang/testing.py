@@ -98,6 +98,8 @@ class FakeModel:
     and takes `seconds_per_poll` on a clock of its own, which timeouts follow; nothing sleeps.
     """
 
+    polls_at_once = True  # an event loop need not poll it in a thread
+
     def __init__(
         self,
         script: Script = None,

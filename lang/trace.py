@@ -94,6 +94,14 @@ class Reading(Protocol):
         """
         ...
 
+    def has_result(self, value: ValueId) -> bool:
+        """Whether `result` returns or raises without waiting."""
+        ...
+
+    def has_content(self, state: StateId) -> bool:
+        """Whether `content` returns or raises without waiting."""
+        ...
+
     @property
     def is_done(self) -> bool:
         """Whether nothing recorded is open."""
@@ -232,6 +240,12 @@ class Recorder(NodeMaker):
         if isinstance(result, ProgramError):
             raise result.with_traceback(None)
         return result
+
+    def has_result(self, value: ValueId) -> bool:
+        return self.run.result(value) is not None
+
+    def has_content(self, state: StateId) -> bool:
+        return self.run.content(state) is not None
 
     @property
     def is_done(self) -> bool:

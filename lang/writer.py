@@ -28,29 +28,46 @@ S = TypeVar("S", bound="StateWriter")
 T = TypeVar("T")
 
 
+class Cursor:
+    """Where a state stands; states that are the same to their readers share one."""
+
+    __slots__ = ("role", "role_base", "state")
+
+    def __init__(self) -> None:
+        self.state = ROOT
+        self.role: str | None = None
+        self.role_base = ROOT
+
+
 class StateWriter:
     """A place in the graph of operations, the variables bound so far, and the open role."""
 
-    __slots__ = (
-        "_base",
-        "_branch",
-        "_host",
-        "_role",
-        "_role_base",
-        "_state",
-        "_turns",
-        "_variables",
-    )
+    __slots__ = ("_at", "_base", "_branch", "_host", "_turns", "_variables")
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._state = ROOT
+        self._at = Cursor()
         self._base = ROOT  # where this fork began
         self._branch = ""  # which fork of which, for `explain`
         self._variables: dict[str, object] = {}
         self._turns: list[Turn] = []
-        self._role: str | None = None
-        self._role_base = ROOT
+
+    @property
+    def _state(self) -> StateId:
+        return self._at.state
+
+    @_state.setter
+    def _state(self, state: StateId) -> None:
+        self._at.state = state
+
+    @property
+    def _role(self) -> str | None:
+        return self._at.role
+
+    def _follow(self, other: StateWriter) -> None:
+        """Be the same state as another one from now on."""
+        self._at, self._base, self._branch = other._at, other._base, other._branch
+        self._variables, self._turns = other._variables, other._turns
 
     def __iadd__(self, other: Expr | str) -> Self:
         self._append(other)
@@ -172,10 +189,10 @@ class StateWriter:
     def _child(self, index: int, size: int) -> Self:
         child = self._new()
         child._branch = f"{self._branch}, fork {index}/{size}".removeprefix(", ")
-        child._state = child._base = self._state
+        child._at.state = child._base = self._state
         child._variables = dict(self._variables)
         child._turns = list(self._turns)
-        child._role, child._role_base = self._role, self._role_base
+        child._at.role, child._at.role_base = self._at.role, self._at.role_base
         return child
 
     # How expressions become operations
@@ -260,14 +277,14 @@ class StateWriter:
             raise located(error, caller_line())
         previous = self._turns[-1].role if self._turns else None
         self._append_text(self._host.chat().opening(previous, role), True, caller_line())
-        self._role, self._role_base = role, self._state
+        self._at.role, self._at.role_base = role, self._state
 
     def _end_role(self, role: str) -> None:
         if self._role != role:
             is_open = "no role" if self._role is None else f"role {self._role!r}"
             raise located(ValueError(f"role {role!r} ends, but {is_open} is open"), caller_line())
-        self._turns.append(Turn(role, self._role_base, self._state))
-        self._role = None
+        self._turns.append(Turn(role, self._at.role_base, self._state))
+        self._at.role = None
         self._append_text(self._host.chat().close[role], True, caller_line())
 
 

@@ -67,18 +67,21 @@ class LocalClient:
         self.engine = engine
         self._pause = pause
         self._lock = threading.RLock()  # an event loop polls in a thread and goes on
+        self._gate = threading.RLock()  # held by who waits for the lock, so that steps let it in
 
     def submit(self, requests: Sequence[Request]) -> None:
-        with self._lock:
+        with self._gate, self._lock:
             self.engine.submit(requests)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        with self._lock:
+        with self._gate, self._lock:
             self.engine.abort(request_ids)
 
     def poll(self) -> list[Output]:
         engine = self.engine
         while engine.has_work:
+            with self._gate:
+                pass  # whoever wants to submit or abort goes first
             with self._lock:
                 outputs = engine.step()
             if outputs:

@@ -113,3 +113,15 @@ def test_async_streams_end_with_the_program_s_error() -> None:
 
     with pytest.raises(pm.ProgramError, match="gone"):
         asyncio.run(main())
+
+
+def test_a_body_that_streams_hears_of_a_failure_itself() -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> str:
+        s += "x" + pm.gen("a")
+        try:
+            return "".join(s.text_iter("a"))
+        except pm.ProgramError as error:
+            return error.reason
+
+    assert program.run(backend=FakeModel([RuntimeError("gone")])).ret_value == "gone"

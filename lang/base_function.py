@@ -1,0 +1,105 @@
+"""What programs of both kinds, `def` and `async def`, do with their arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+
+from .arguments import (
+    SAMPLING_NAMES,
+    refuse_generators,
+    split_defaults,
+    takes_any,
+    unknown_argument,
+)
+from .expressions import RunDefaults
+from .programs import Call
+
+_BATCH_NAMES = ("generator_style", "num_threads", "progress_bar", "backend", *SAMPLING_NAMES)
+
+
+class BaseFunction:
+    """A Python function of a state `s` and arguments, some of which may be given already."""
+
+    def __init__(
+        self,
+        func: Callable[..., object],
+        *,
+        num_api_spec_tokens: int | None = None,
+        bound: Mapping[str, object] | None = None,
+    ) -> None:
+        self._signature = inspect.signature(func)
+        names = list(self._signature.parameters)
+        if not names or names[0] != "s":
+            raise ValueError(
+                f"the first argument of the program {func.__name__!r} must be named 's'"
+            )
+        refuse_generators(func)
+        self.func = func
+        self.num_api_spec_tokens = num_api_spec_tokens
+        self.bound = dict(bound or {})
+        self.arg_names = names[1:]
+        self.__name__ = func.__name__
+        self.__doc__ = func.__doc__
+
+    def _call(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[Call, RunDefaults]:
+        """One run: arguments of the program, and defaults of its gens.
+
+        Raises:
+            TypeError: nothing takes an argument.
+        """
+        given = {name: value for name, value in kwargs.items() if name in self.arg_names}
+        defaults, rest = split_defaults(
+            {name: value for name, value in kwargs.items() if name not in given}
+        )
+        self._check_names(rest, (*self.arg_names, *SAMPLING_NAMES))
+        return Call(self.func, args, {**self.bound, **given, **rest}), defaults
+
+    def _batch(
+        self,
+        entries: Sequence[Mapping[str, object] | Sequence[object]],
+        sampling: Mapping[str, object],
+    ) -> tuple[list[Call], RunDefaults]:
+        """
+        Raises:
+            TypeError: nothing takes an argument, or an entry does not fit the program; says which.
+        """
+        given = {name: value for name, value in sampling.items() if name != "use_thread"}
+        defaults, unknown = split_defaults(given)
+        if unknown:
+            remedy = "; arguments of the program go into the entries, or into bind()"
+            raise unknown_argument("run_batch()", next(iter(unknown)), _BATCH_NAMES, remedy)
+        return [self._call_of(entry, index) for index, entry in enumerate(entries)], defaults
+
+    def _check_names(self, arguments: Mapping[str, object], known: Sequence[str]) -> None:
+        """
+        Raises:
+            TypeError: the program takes no such argument.
+        """
+        if takes_any(self._signature):
+            return
+        for name in arguments:
+            if name not in known:
+                raise unknown_argument(f"{self.__name__}()", name, known)
+
+    def _call_of(self, entry: Mapping[str, object] | Sequence[object], index: int) -> Call:
+        place = f"batch_kwargs[{index}]"
+        if isinstance(entry, Mapping):
+            arguments = {**self.bound, **entry}
+        elif isinstance(entry, str) or not isinstance(entry, Sequence):
+            raise TypeError(
+                f"{place}: {type(entry).__name__} is neither a dict nor a tuple of arguments"
+            )
+        else:
+            free = [name for name in self.arg_names if name not in self.bound]
+            if len(entry) > len(free):
+                raise TypeError(f"{place}: {len(entry)} arguments for {self.__name__}({free})")
+            arguments = {**self.bound, **dict(zip(free, entry, strict=False))}
+        try:
+            self._check_names(arguments, self.arg_names)
+            self._signature.bind(None, **arguments)
+        except TypeError as error:
+            raise TypeError(f"{place}: {error}") from None
+        return Call(self.func, (), arguments)

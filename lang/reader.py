@@ -1,0 +1,117 @@
+"""What both kinds of states do to read: bindings to values, and how far a text has come.
+
+Nothing here waits where `_is_known` says so; `ProgramState` and `AsyncState` wait before.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn, TypeVar
+
+from .expressions import GenExpr
+from .host import Bound, Gathered, Span
+from .meta import Meta
+from .writer import StateWriter
+
+T = TypeVar("T")
+
+
+def name_of(key: str | GenExpr[T]) -> str:
+    """The variable that a key of a state means.
+
+    Raises:
+        KeyError: a gen without a name.
+    """
+    if isinstance(key, str):
+        return key
+    if key.name is None:
+        raise KeyError("this gen has no name; read the variable by the name it was bound to")
+    return key.name
+
+
+class StateReader(StateWriter):
+    """A state whose bindings can be looked at."""
+
+    __slots__ = ()
+
+    def _is_known(self, binding: object) -> bool:
+        """Whether the value of a binding, or its failure, is there."""
+        reading = self._host.reading
+        match binding:
+            case Bound():
+                return reading.has_result(binding.value)
+            case Span():
+                return reading.has_content(binding.tip)
+            case Gathered():
+                return all(map(self._is_known, binding))
+            case _:
+                return True
+
+    def _refuse_unknown(self, name: str) -> NoReturn:
+        """
+        Raises:
+            KeyError: with the names that are known; or what ended the body.
+        """
+        self._host.raise_body_error()
+        known = ", ".join(map(repr, self._variables)) or "none"
+        raise KeyError(f"no variable {name!r}; this state has: {known}")
+
+    def _text_of_binding(self, binding: object) -> str:
+        if isinstance(binding, Bound):
+            return self._host.reading.result(binding.value).inserted()
+        return str(self._resolve(binding))
+
+    def _resolve(self, binding: object) -> object:
+        reading = self._host.reading
+        match binding:
+            case Bound():
+                return reading.result(binding.value).value
+            case Span():
+                return reading.text(binding.tip, binding.base)
+            case Gathered():
+                return [self._resolve(item) for item in binding]
+            case _:
+                return binding
+
+    def _meta(self, name: str, binding: object) -> Meta | list[Meta]:
+        if isinstance(binding, Bound):
+            return self._host.reading.result(binding.value).meta
+        if isinstance(binding, Gathered):
+            metas: list[Meta] = []
+            for item in binding:
+                meta = self._meta(name, item)
+                metas.extend(meta if isinstance(meta, list) else [meta])
+            return metas
+        raise KeyError(f"{name!r} was not generated, so there is no meta information")
+
+    def _has_news(self, name: str | None, shown: int) -> bool:
+        text, _, is_all = self._progress(name)
+        return is_all or len(text) > shown
+
+    def _progress(self, name: str | None) -> tuple[str, Meta, bool]:
+        """Text and meta information so far, and whether that is all. Does not wait."""
+        host = self._host
+        if name is None:
+            return self._text_progress()
+        if name not in self._variables:
+            if host.is_over():
+                self._refuse_unknown(name)
+            return "", {}, False
+        binding = self._variables[name]
+        if isinstance(binding, Bound):
+            return host.reading.progress(binding.value)
+        if not self._is_known(binding):
+            return "", {}, False
+        return str(self._resolve(binding)), {}, True
+
+    def _text_progress(self) -> tuple[str, Meta, bool]:
+        host = self._host
+        text, is_all = host.reading.text_so_far(self._state)
+        if is_all and host.is_over():
+            host.raise_body_error()
+        return text, {}, is_all and host.is_over()
+
+    def _error_so_far(self) -> BaseException | None:
+        host = self._host
+        if host.reading.error is not None:
+            return host.reading.error
+        return None if host.task is None else host.task.error
