@@ -166,7 +166,17 @@ def _start(call: Call, defaults: RunDefaults, session: Session) -> AsyncState:
     outer = AsyncState(inner._host)
     outer._follow(inner)
     outer._is_outside = True
-    outer._task = session.driver.spawn(_body(call, inner, session))
+    body, driver = inner._host.task, session.driver
+    assert isinstance(body, AsyncBody)
+    driver.begin(body)  # before its task runs for the first time
+
+    def on_end(task: asyncio.Task[None]) -> None:
+        if not body.finished:  # it was cancelled before it began
+            body.error = _ended(asyncio.CancelledError())
+            driver.end(body)
+
+    outer._task = driver.spawn(_body(call, inner, session))
+    outer._task.add_done_callback(on_end)
     return outer
 
 
@@ -186,19 +196,19 @@ async def _body(call: Call, state: AsyncState, session: Session) -> None:
     host = state._host
     body = host.task
     assert isinstance(body, AsyncBody)
+    driver = session.driver
     try:
+        driver.begin(body)
         with entered(body):
             body.value = await call.func(state, *call.args, **call.kwargs)  # type: ignore[misc]
-        body.finished = True
-        session.notify(body)
-        await session.driver.until(lambda: host.reading.is_done, host.watched)
+        driver.end(body)
+        await driver.until(lambda: host.reading.is_done, host.watched)
     except BaseException as error:
         body.error = error if isinstance(error, Exception) else _ended(error)
         session.give_up(host.reading.sinks)
         raise
     finally:
-        body.finished = True
-        session.notify(body)
+        driver.end(body)
 
 
 def _ended(error: BaseException) -> Exception:

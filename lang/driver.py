@@ -13,11 +13,11 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import BackendError
 from .meta import Meta
-from .task import INTERRUPTED, STALLED, current_body, settled
+from .task import INTERRUPTED, STALLED, AsyncBody, current_body, settled
 
 if TYPE_CHECKING:
     from .reader import StateReader
@@ -65,7 +65,8 @@ class AsyncDriver:
         self._session = session
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
-        self._waiters: set[AsyncWaiter] = set()
+        self._waiters: dict[AsyncWaiter, AsyncBody | None] = {}  # and in which body they wait
+        self._bodies: set[AsyncBody] = set()
         self._task: asyncio.Task[None] | None = None
         self._poll: asyncio.Future[None] | None = None  # in a thread
         self._spawned: set[asyncio.Task[None]] = set()
@@ -89,14 +90,25 @@ class AsyncDriver:
             return
         waiter = AsyncWaiter(self._loop, done)
         with self._session.waiting(waiter, watched):
-            self._waiters.add(waiter)
+            self._waiters[waiter] = body
             self.wake()
             try:
                 await waiter.future
             finally:
-                self._waiters.discard(waiter)
+                del self._waiters[waiter]
 
-    def spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    def begin(self, body: AsyncBody) -> None:
+        """`body` may do anything at any time from now on, unless it waits here."""
+        self._bodies.add(body)
+
+    def end(self, body: AsyncBody) -> None:
+        """`body` has ended, well or badly."""
+        body.finished = True
+        self._bodies.discard(body)
+        self._session.notify(body)
+        self._wake.set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in a task; who reads what it makes hears of its failure."""
         task = self._loop.create_task(work)
         self._spawned.add(task)  # the loop itself holds tasks weakly
@@ -148,11 +160,10 @@ class AsyncDriver:
         if session.is_idle:
             with session.alone():
                 pause_s = session.pause_s()
-                if pause_s is None and not session.release_stalled():
-                    await asyncio.sleep(0)
+                may_go_on = bool(self._bodies - set(self._waiters.values()))
+                if pause_s is None and not may_go_on and session.release_stalled():
                     return
-            if pause_s is not None:
-                await self._sleep(pause_s)
+            await self._sleep(pause_s)
             return
         if getattr(session.client, "polls_at_once", False):
             session.poll()
@@ -181,7 +192,8 @@ class AsyncDriver:
         if group:
             await self._loop.run_in_executor(None, session.send_group, group)
 
-    async def _sleep(self, seconds: float) -> None:
+    async def _sleep(self, seconds: float | None) -> None:
+        """Until it is woken, or so many seconds have passed."""
         try:
             async with asyncio.timeout(seconds):
                 await self._wake.wait()

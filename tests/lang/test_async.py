@@ -403,6 +403,16 @@ def test_a_started_program_can_be_cancelled_and_its_readers_hear_of_it() -> None
     assert client.engine.stats().used_pages == 0
 
 
+def test_a_program_that_is_cancelled_before_it_begins_tells_its_readers() -> None:
+    async def main() -> None:
+        state = two_parts.start(backend=FakeModel(SCRIPT))
+        state.cancel()
+        with pytest.raises(RuntimeError, match="was cancelled"):
+            await state["a"]
+
+    asyncio.run(main())
+
+
 def test_cancelling_a_plain_program_ends_it() -> None:
     client = slow_engine()
 
@@ -484,6 +494,41 @@ def test_programs_that_can_never_go_on_get_an_error() -> None:
 
     with pytest.raises(pm.ProgramError, match="ended without an answer"):
         asyncio.run(two_parts.run_async(backend=Dead(SCRIPT)))
+
+
+def test_plain_programs_that_wait_for_each_other_get_an_error() -> None:
+    states: list[pm.ProgramState] = []
+
+    @pm.function
+    def waiting(s: pm.ProgramState, other: int) -> None:
+        s += "first" + pm.gen("a")
+        s += s["a"]
+        s["b"] = states[other]["b"]
+
+    @pm.function
+    async def program(s: pm.AsyncState) -> None:
+        states.extend(waiting.run(other) for other in (1, 0))
+        await waiting.run_async(0)
+
+    with pytest.raises(RuntimeError, match="programs wait for each other"):
+        asyncio.run(program.run_async(backend=FakeModel(SCRIPT)))
+
+
+def test_a_body_may_wait_for_something_else_than_text() -> None:
+    @pm.function
+    async def program(s: pm.AsyncState) -> None:
+        await asyncio.sleep(0.05)
+        s += "first" + pm.gen("a")
+        await asyncio.sleep(0.05)
+        s += ". second" + pm.gen("b")
+
+    async def main() -> list[Any]:
+        state = program.start(backend=FakeModel(SCRIPT))
+        other = asyncio.create_task(two_parts.run_async(backend=FakeModel(SCRIPT)))
+        pieces = [piece async for piece in state.text_async_iter("b")]
+        return [pieces, await state["a"], (await other)["a"]]
+
+    assert asyncio.run(main()) == [[" four", " five"], " one two three", " one two three"]
 
 
 # Many
