@@ -43,6 +43,7 @@ from .llguidance_grammar import (
 from .llguidance_proof import Prover, is_risky_lark, is_risky_schema
 from .llguidance_tags import tag_text
 from .llguidance_tokens import Tokens
+from .lookahead import has_lookahead
 from .masks import allowed_ids, is_allowed, row_of
 from .messages import reason
 from .schema_parts import LoweringError
@@ -428,6 +429,8 @@ class LLGuidanceBackend:
 def _is_risky(text: GrammarText) -> bool:
     if text.schema is not None:
         return is_risky_schema(text.schema.document)
+    if text.pattern is not None:
+        return has_lookahead(text.pattern)  # an intersection
     return text.kind == "lark" and is_risky_lark(text.grammar)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import llguidance
 
+from . import lookahead
 from .choices import read_options
 from .closing import close_objects
 from .gbnf import gbnf_to_lark
@@ -73,9 +74,7 @@ def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
         case GrammarKind.JSON_OBJECT:
             return _json_schema_text(spec, '{"type":"object"}', limits)
         case GrammarKind.REGEX:
-            return GrammarText(
-                lark_grammar(f"start: /{regex_text(spec.source, limits)}/"), pattern=spec.source
-            )
+            return GrammarText(lark_grammar(_regex_rules(spec.source, limits)), pattern=spec.source)
         case GrammarKind.CHOICE:
             return GrammarText(
                 lark_grammar(f"start: /{_choice(spec.source, limits)}/"), kind="choice"
@@ -382,6 +381,15 @@ def lark_grammar(source: str, others: Sequence[str] = ()) -> str:
 
 def _dumps(value: Json) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _regex_rules(pattern: str, limits: GrammarLimits) -> str:
+    limits.check_regex(pattern)
+    if lookahead.has_lookahead(pattern):
+        rules = lookahead.to_lark(pattern, lambda part: regex_text(part, limits))
+        if rules is not None:
+            return rules
+    return f"start: /{regex_text(pattern, limits)}/"
 
 
 def regex_text(pattern: str, limits: GrammarLimits) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .lookahead import has_lookahead
 from .schema_walk import Json
 from .spec import GrammarError, GrammarKind, GrammarSpec
 from .vocabulary import Vocabulary
@@ -72,6 +73,8 @@ def may_need_proof(spec: GrammarSpec) -> bool:
     source = spec.source
     if spec.kind == GrammarKind.LARK:
         return is_risky_lark(source)
+    if spec.kind == GrammarKind.REGEX:
+        return has_lookahead(source)
     if not spec.is_json:
         return False
     return sum(source.count(f'"{keyword}"') for keyword in _REGEX_KEYWORDS) > MAX_TOGETHER

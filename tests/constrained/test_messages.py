@@ -15,7 +15,7 @@ from palmette.constrained.spec import GrammarError, GrammarSpec
         ("a/b(", "unclosed group"),
         ("a\nb(", "unclosed group"),
         (r"\p{Foo}", "Unicode property not found"),
-        ("(?=x)a", "look-around, including look-ahead and look-behind, is not supported"),
+        ("(?<=x)a", "look-around, including look-ahead and look-behind, is not supported"),
     ],
 )
 def test_an_error_in_a_regex_shows_the_pattern_and_the_reason(
