@@ -15,11 +15,11 @@ import numpy as np
 from .backend import MaskRow
 from .budget import closer_of
 from .masks import row_of
+from .shortest import shortest_text
 from .spec import ConstraintIssue
 from .vocabulary import Vocabulary
 
 StateT = TypeVar("StateT", bound=Hashable)
-_MAX_SHORTEST = 400  # tokens of a text that is looked for while compiling
 
 
 class TokenAutomaton(Protocol[StateT]):
@@ -109,7 +109,7 @@ class AutomatonGrammar(Generic[StateT]):
         self._automaton = automaton
         self._vocabulary = vocabulary
         self.num_bytes = num_bytes
-        self.shortest = closer_of(vocabulary).shortest(self.start(), _MAX_SHORTEST)
+        self.shortest = shortest_text(self.start(), closer_of(vocabulary), None)
 
     def start(self) -> AutomatonState[StateT]:
         return AutomatonState(self._automaton, self._vocabulary)

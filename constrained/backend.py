@@ -77,12 +77,40 @@ class TextCursor(Protocol):
         """An independent copy."""
         ...
 
+    @property
+    def shape(self) -> object:
+        """Where two are equal, the same is checked of the text to come; None: never."""
+        ...
+
+    def ends_well(self, data: bytes) -> bool:
+        """Whether the text is whole and valid when `data` is its rest. Does not change this."""
+        ...
+
+    def proposals(self) -> Sequence[bytes]:
+        """The rests of known texts that pass, for the value that is checked and begins here, or
+        has begun."""
+        ...
+
 
 class TextCheck(Protocol):
     """What the grammar leaves to be checked on the text; shared by its sequences."""
 
     @property
     def residuals(self) -> Sequence[Residual]: ...
+
+    @property
+    def words(self) -> Sequence[bytes]:
+        """Keys that some object must have, as `"key":`: what a way to the end may need."""
+        ...
+
+    @property
+    def strings(self) -> Sequence[bytes]:
+        """Strings in which a pattern is found, from behind the first quote; proposals."""
+        ...
+
+    def examples(self) -> Sequence[bytes]:
+        """Whole texts that are likely to be short and valid; proposals."""
+        ...
 
     def cursor(self) -> TextCursor | None:
         """One for a new sequence; None when nothing is to be checked on the way."""

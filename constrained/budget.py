@@ -1,36 +1,50 @@
-"""How many tokens a text still needs: a way to its end from where a grammar stands.
+"""How a text can end: the tokens to go from where it stands, proven on its grammar and its checks.
 
-The way found is an upper bound of the distance, with the tokens to go as proof: whoever follows
-them ends in time. It is walked greedily along the masks, closing what is open; where a pattern
-leads the first walk astray, others with other letters are tried.
+A *way out* is a list of ids after which the text is complete and every value that is checked
+passes. Its length bounds the distance to the end from above; whoever follows it ends in time.
+
+    {"a": 1, "b": [            known, from one token before:   5], "c": ""}
+                 ^ here        found: a walk of few masks, then the end of the known way
+
+A walk goes along the masks and closes what is open; where a value that is checked begins, it
+writes one that is known to pass. At each of its places the ends of the way that was known before
+are tried, which takes a microsecond each. All bounds are counts: the same text has the same ways.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 import numpy as np
 
-from .backend import GrammarState, MaskRow
-from .masks import allowed_ids, is_allowed
+from .backend import GrammarState, MaskRow, TextCheck, TextCursor
+from .masks import allowed_ids
 from .vocabulary import Vocabulary
 
-_MAX_TOKENS = 1024
-_NUM_WALKS = 4
-_MAX_LAID_STEPS = 40
+MAX_MASKS = 64  # of a search while others wait
+_NUM_WALKS = 8  # for a start
+_MAX_START_MASKS = 3000  # of the first of them
 _MAX_SEARCHED = 16  # tokens of a text for which shorter ones are looked for
-# What ends something, the more the better; then what JSON needs to get there.
-_STRING_ENDS = (b'"}]', b'"}}', b'"]}', b'"}', b'"]', b'"')
-_CLOSING = (b"}]}", b"]}}", b"}}}", b"}}", b"]]", b"]}", b"}]", b"}", b"]", b'"')
-_OPENING = (b'":', b"0", b"1", b":", b",", b"null", b"{}", b"[]", b"{", b"[")
-_IN_STRINGS = b"aeqx"  # no value begins with them
-_LETTERS = b"a0-1:.T9Z5 @2be/"
+_MAX_PATTERN_MASKS = 2000
+_MAX_LAID_STEPS = 40  # after which a layout may have no way of its own
+_MAX_CANONICAL = 4096  # texts whose ids are kept
+_MAX_LETTERS = 20  # of a pattern that are guessed before its end is searched for
+_MAX_FAILED = 24  # values of one walk that do not pass
+_MAX_ENDS = 96  # ends of a known way that are tried at one place
+_CLOSING = (
+    *(b'"}]', b'"}}', b'"]}', b'"}', b'"]'),
+    *(b"}]}", b"]}}", b"}}}", b"}}", b"]]", b"]}", b"}]", b"}", b"]"),
+)
+_GOING_ON = (b":", b",")
+_OPENING = (b'"', b"null", b"true", b"{}", b"[]", b"{", b"[", b"n", b"t", b"f")
+_IN_STRINGS = b"kqxz"  # in no value but strings
+_LETTERS = b"a0-1:.T9Z5 @2be/"  # one of each kind comes early
 
 
-@runtime_checkable
 class LaidOutState(GrammarState, Protocol):
     """An engine's state whose blanks something else decides, see `layout`."""
 
@@ -44,6 +58,36 @@ class LaidOutState(GrammarState, Protocol):
     def fork(self) -> LaidOutState: ...
 
 
+@dataclass(slots=True)
+class Place:
+    """Where a text stands. `cursor` is None where the grammar says it all."""
+
+    state: GrammarState
+    cursor: TextCursor | None = None
+    is_free: bool = False  # the text need not be JSON
+
+    def fork(self) -> Place:
+        cursor = None if self.cursor is None else self.cursor.fork()
+        return Place(self.state.fork(), cursor, self.is_free)
+
+
+def place_of(state: GrammarState, check: TextCheck | None) -> Place:
+    """The start of a text."""
+    return Place(state, None if check is None else check.cursor(), is_free=check is None)
+
+
+@dataclass(slots=True)
+class Search:
+    """What one search may cost, and what it is to avoid."""
+
+    num_masks: int = MAX_MASKS
+    variant: int = 0  # of the letters that are tried
+    is_start: bool = False  # the text begins here
+    known: Sequence[int] = ()  # a way from a place nearby
+    exits: Sequence[Sequence[int]] = ()  # ways that the grammar proposes
+    check: TextCheck | None = None  # knows keys and strings that may have to be written
+
+
 @lru_cache(maxsize=4)
 def closer_of(vocabulary: Vocabulary) -> Closer:
     """One for each vocabulary: vocabularies compare by identity."""
@@ -54,149 +98,357 @@ class Closer:
     """Finds ways to the end for the grammars of one vocabulary. Any thread may use it."""
 
     def __init__(self, vocabulary: Vocabulary):
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         ids: dict[bytes, int] = {}
         for token_id, text in enumerate(vocabulary.token_bytes):
-            if token_id not in vocabulary.special_ids:
+            if text and token_id not in vocabulary.special_ids:
                 ids.setdefault(text, token_id)
-        self._closing: list[int] = [ids[text] for text in (*_CLOSING, *_OPENING) if text in ids]
-        self._string_ends: list[int] = [ids[text] for text in _STRING_ENDS if text in ids]
-        self._in_strings = [ids[bytes([c])] for c in _IN_STRINGS if bytes([c]) in ids]
-        self._letters = [ids[bytes([c])] for c in _LETTERS if bytes([c]) in ids]
-        self._singles = [ids[bytes([c])] for c in range(32, 127) if bytes([c]) in ids]
-        self._enders = [ids[bytes([c])] for c in (10, *range(32, 127)) if bytes([c]) in ids]
+        self.byte_ids = [ids.get(bytes([byte])) for byte in range(256)]
+        self._canonical: dict[bytes, list[int]] = {}
+        self.blank_id = ids.get(b" ")
+        printable = [ids[bytes([c])] for c in (*range(33, 127), 10, 32) if bytes([c]) in ids]
+        groups = (
+            [ids[bytes([c])] for c in _IN_STRINGS if bytes([c]) in ids],
+            [ids[text] for text in (*_CLOSING[:5], b'"') if text in ids],
+            [ids[text] for text in _CLOSING[5:] if text in ids],
+            [ids[text] for text in _GOING_ON if text in ids],
+            [ids[bytes([c])] for c in _LETTERS if bytes([c]) in ids],
+            [ids[text] for text in _OPENING if text in ids],
+            printable,
+        )
+        watched = np.array([token_id for group in groups for token_id in group], np.int64)
+        self._words, self._shifts = watched >> 5, (watched & 31).astype(np.uint32)
+        self._watched = watched.tolist()
+        ends = np.cumsum([len(group) for group in groups]).tolist()
+        sizes = [len(group) for group in groups]
+        self._groups = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+    def proves(self, place: Place, ids: Sequence[int]) -> bool:
+        """Whether the text is complete after `ids`, and passes; `place` is not changed."""
+        if not self.leads_out(place.state, ids):
+            return False
+        return place.cursor is None or place.cursor.ends_well(self.text_of(ids))
+
+    def leads_out(self, state: GrammarState, ids: Sequence[int]) -> bool:
+        """Whether the text is complete after `ids`, says the grammar; `state` is not changed."""
+        if not ids:
+            return state.may_end
+        ends_after = getattr(state, "ends_after", None)  # a quick way of some engines
+        if ends_after is not None:
+            return bool(ends_after(ids))
+        fork = state.fork()
+        return all(fork.accept(token_id) for token_id in ids) and fork.may_end
+
+    def text_of(self, ids: Sequence[int]) -> bytes:
+        texts = self.vocabulary.token_bytes
+        return b"".join([texts[token_id] for token_id in ids])
 
     def way_out(
-        self, state: GrammarState, max_tokens: int, banned: Collection[int] = ()
+        self, place: Place, max_tokens: int, search: Search | None = None
     ) -> list[int] | None:
-        """Ids after which the text is complete, at most `max_tokens`; None: none was found.
+        """Ids that lead out, at most `max_tokens`; None: none was found.
 
-        `banned` ids may not come first. `state` is not changed. Raises the GrammarError of an
-        engine at its limits.
+        `place` is not changed. Raises the GrammarError of an engine at its limits.
         """
-        if isinstance(state, LaidOutState):
-            return self._way_in_layout(state, max_tokens, banned)
-        limit = min(max_tokens, _MAX_TOKENS)
-        for walk in range(_NUM_WALKS):
-            # Spelt canonically a way has fewer tokens than it was walked with.
-            ids = self._walk(state.fork(), walk, 3 * limit + 8, banned)
-            if ids is None:
-                continue
-            ids = self._shorter(state, ids, banned)
-            if len(ids) <= limit:
-                return ids
-        return None
+        search = search or Search()
+        # Spelt canonically a way has fewer tokens than it was walked with.
+        ids = _Walk(self, place.fork(), search, 3 * max_tokens + 8).run()
+        if ids is None:
+            return None
+        if len(ids) > max_tokens // 2:
+            ids = self.shorter(place, ids)
+        return ids if len(ids) <= max_tokens else None
 
-    def _way_in_layout(
-        self, state: LaidOutState, max_tokens: int, banned: Collection[int]
+    def shortest(
+        self, place: Place, max_tokens: int, check: TextCheck | None = None
     ) -> list[int] | None:
-        """A way of the engine's grammar with the blanks of the layout; where that asks for more
-        than the grammar does, a few tokens are walked first."""
-        fork = state.fork()
-        ids: list[int] = []
-        row = np.zeros(self._vocabulary.mask_words, np.int32)
-        for _ in range(_MAX_LAID_STEPS):
-            rest = fork.laid_out(self.way_out(fork.inner, max_tokens))
-            way = None if rest is None else [*ids, *rest]
-            is_free = bool(way) and way is not None and way[0] not in banned
-            if way is not None and (is_free or not banned) and len(way) <= max_tokens:
-                if self.leads_out(state, way):
-                    return way
-            fork.fill(row)
-            for banned_id in banned if not ids else ():
-                row[banned_id >> 5] &= ~np.uint32(1 << (banned_id & 31)).view(np.int32)
-            chosen = self._choose(row, 0, random.Random(0))  # noqa: S311
-            if chosen is None or not fork.accept(chosen):
-                return None
-            ids.append(chosen)
-        return None
-
-    def shortest(self, state: GrammarState, max_tokens: int) -> list[int] | None:
-        """As `way_out`, of several ways the one with the fewest tokens; for a start."""
+        """For a start: of several ways the one with the fewest tokens; None: none was found."""
         best: list[int] | None = None
-        for walk in range(2 * _NUM_WALKS):
-            if walk > 0 and best is not None and len(best) > _MAX_SEARCHED:
+        if place.is_free:
+            search = Search(num_masks=_MAX_PATTERN_MASKS, is_start=True)
+            letters = _Walk(self, place.fork(), search, 0).through_pattern()
+            best = None if letters is None else self.shorter(place, list(letters))
+        for variant in range(2 * _NUM_WALKS):
+            if variant > 0 and best is not None and len(best) > _MAX_SEARCHED:
                 break  # its start is forced: others would hardly be shorter
+            if variant >= _NUM_WALKS and best is not None:
+                break
+            num_masks = 256 if variant % 4 or place.is_free else _MAX_START_MASKS
+            search = Search(num_masks, variant=variant, is_start=True, check=check)
             most = max_tokens if best is None else len(best)
-            ids = self._walk(state.fork(), walk, 3 * most + 8, ())
+            ids = _Walk(self, place.fork(), search, 3 * most + 8).run()
             if ids is None:
                 continue
-            ids = self._shorter(state, ids, ())
+            ids = self.shorter(place, ids)
             if len(ids) <= max_tokens and (best is None or len(ids) < len(best)):
                 best = ids
         return best
 
-    def leads_out(self, state: GrammarState, ids: Sequence[int]) -> bool:
-        """Whether the text is complete after `ids`; `state` is not changed."""
-        if not ids:
-            return state.may_end
-        fork = state.fork()
-        return all(fork.accept(token_id) for token_id in ids) and fork.may_end
-
-    def _walk(
-        self, state: GrammarState, walk: int, max_steps: int, banned: Collection[int]
-    ) -> list[int] | None:
-        row = np.zeros(self._vocabulary.mask_words, np.int32)
-        rng = random.Random(walk)  # noqa: S311 - letters to try, no secrets
-        ids: list[int] = []
-        while not state.may_end or (banned and not ids):
-            if len(ids) > max_steps:
-                return None
-            is_limited = bool(banned) and not ids
-            forced = [] if is_limited else list(state.forced())
-            if not forced:
-                state.fill(row)
-                for banned_id in banned if is_limited else ():
-                    row[banned_id >> 5] &= ~np.uint32(1 << (banned_id & 31)).view(np.int32)
-                chosen = self._ending(state, row, anyhow=walk == 0 and len(ids) < 3)
-                if chosen is None:
-                    chosen = self._choose(row, walk, rng)
-                if chosen is None:
-                    return None
-                forced = [chosen]
-            for token_id in forced:
-                if not state.accept(token_id):
-                    return None
-                ids.append(token_id)
-        return ids
-
-    def _ending(self, state: GrammarState, row: MaskRow, *, anyhow: bool) -> int | None:
-        """An id that completes the text at once; where brackets may close, only `anyhow`."""
-        closing = (*self._closing, *self._string_ends)
-        if not anyhow and any(is_allowed(row, token_id) for token_id in closing):
-            return None
-        for token_id in self._enders:
-            if is_allowed(row, token_id) and state.accept(token_id):
-                may_end = state.may_end
-                state.rollback(1)
-                if may_end:
-                    return token_id
-        return None
-
-    def _choose(self, row: MaskRow, walk: int, rng: random.Random) -> int | None:
-        is_in_string = any(is_allowed(row, token_id) for token_id in self._in_strings)
-        ends = [*self._string_ends, *self._closing] if is_in_string else self._closing
-        for token_id in ends:
-            if is_allowed(row, token_id):
-                return token_id
-        letters: list[int] = self._letters if walk == 0 else self._singles
-        legal = [token_id for token_id in letters if is_allowed(row, token_id)]
-        if legal:
-            return legal[0] if walk == 0 else rng.choice(legal)
-        for other in allowed_ids(row)[:64].tolist():
-            if other not in self._vocabulary.stop_ids:
-                return int(other)
-        return None
-
-    def _shorter(self, state: GrammarState, ids: list[int], banned: Collection[int]) -> list[int]:
+    def shorter(self, place: Place, ids: list[int]) -> list[int]:
         """The same text in canonical tokens, if those are fewer and legal."""
-        data = b"".join(self._vocabulary.token_bytes[token_id] for token_id in ids)
         try:
-            canonical = self._vocabulary.encode(data.decode())
+            canonical = self.vocabulary.encode(self.text_of(ids).decode())
         except UnicodeDecodeError:
             return ids
-        if canonical and canonical[0] in banned:
-            return ids
-        if len(canonical) < len(ids) and self.leads_out(state, canonical):
+        if len(canonical) < len(ids) and self.leads_out(place.state, canonical):
             return canonical
         return ids
+
+    def spelt(self, state: GrammarState, data: bytes) -> list[int] | None:
+        """Ids for `data`, with the blanks that the grammar asks for between."""
+        ids = self._canonical.get(data)
+        if ids is None:
+            if len(self._canonical) >= _MAX_CANONICAL:
+                self._canonical.clear()
+            ids = self._canonical[data] = self.vocabulary.encode(data.decode())
+        fork = state.fork()
+        if all(fork.accept(token_id) for token_id in ids):
+            return list(ids)
+        fork, ids = state.fork(), []
+        texts = self.vocabulary.token_bytes
+        for byte in data:
+            token_id = self.byte_ids[byte]
+            if token_id is None:
+                return None
+            if not fork.accept(token_id):
+                blanks = list(fork.forced())
+                if not blanks or b"".join(texts[i] for i in blanks).strip():
+                    return None
+                ids += blanks
+                if not all(fork.accept(i) for i in (*blanks, token_id)):
+                    return None
+            ids.append(token_id)
+        return ids
+
+    def allowed(self, row: MaskRow) -> list[list[int]]:
+        """The ids of interest that `row` allows: in strings, ends, closing, ..., printable."""
+        bits = (row.view(np.uint32)[self._words] >> self._shifts) & np.uint32(1)
+        hits = bits.astype(bool).tolist()
+        return [
+            [i for i, hit in zip(self._watched[part], hits[part], strict=True) if hit]
+            for part in self._groups
+        ]
+
+
+@dataclass(slots=True)
+class _Step:
+    """One token of a walk."""
+
+    token_id: int
+    cursor: TextCursor | None  # before it
+    is_in_string: bool | None  # before it
+    banned: set[int]  # instead of it
+
+
+class _Walk:
+    """One walk from `place`, which it owns."""
+
+    def __init__(self, closer: Closer, place: Place, search: Search, max_steps: int):
+        self._closer = closer
+        self._place = place
+        self._search = search
+        self._max_steps = max_steps
+        self._steps: list[_Step] = []
+        self._masks_left = search.num_masks
+        self._failed_left = _MAX_FAILED
+        self._banned: set[int] = set()  # at this place
+        self._visits: dict[bytes, int] = {}  # by what was allowed
+        self._num_letters = 0  # in a row
+        self._tried: set[bytes] = set()  # what was allowed where ends were tried
+        self._last, self._num_same = b"", 0  # what was allowed last, and how often in a row
+        self._rng = random.Random(search.variant)  # noqa: S311 - letters to try, no secrets
+        self._row = np.zeros(closer.vocabulary.mask_words, np.int32)
+        self._is_in_string = False if search.is_start else None  # None: not known
+        if place.is_free:
+            self._is_in_string = None
+        self._inserted: set[int] = set()  # where a value that passes was written
+
+    def run(self) -> list[int] | None:
+        while len(self._steps) <= self._max_steps:
+            rest = self._known_end()
+            if rest is not None:
+                return [step.token_id for step in self._steps] + rest
+            if self._insert():
+                continue
+            chosen = self._next()
+            if chosen is None:
+                if not self._step_back():
+                    return None
+                continue
+            for token_id in chosen:
+                if not self._take(token_id):
+                    break
+        return None
+
+    def _known_end(self) -> list[int] | None:
+        """The end of the known way that leads out from here."""
+        place, closer, known = self._place, self._closer, self._search.known
+        if not self._banned and place.state.may_end and closer.proves(place, ()):
+            return []
+        first = max(0, len(known) - _MAX_ENDS)
+        for start in range(len(known) - 1, first - 1, -1):
+            rest = list(known[start:])
+            if rest[0] not in self._banned and closer.proves(place, rest):
+                return rest
+        if hasattr(place.state, "laid_out") and len(self._steps) < _MAX_LAID_STEPS:
+            state = cast(LaidOutState, place.state)
+            inner = Place(state.inner, place.cursor, place.is_free)
+            laid = state.laid_out(closer.way_out(inner, self._max_steps, self._search))
+            if laid and laid[0] not in self._banned and closer.proves(place, laid):
+                return laid
+        for exit_ids in self._search.exits:
+            if exit_ids and exit_ids[0] not in self._banned and closer.proves(place, exit_ids):
+                return list(exit_ids)
+        return None
+
+    def _insert(self) -> bool:
+        """Write a value that passes where one that is checked begins; whether that was done."""
+        cursor, num_before = self._place.cursor, len(self._steps)
+        if cursor is None or self._banned or num_before in self._inserted:
+            return False
+        for text in cursor.proposals():
+            self._inserted.add(num_before)
+            ids = self._closer.spelt(self._place.state, text)
+            if ids and all(self._take(token_id, backs=False) for token_id in ids):
+                return True
+            while len(self._steps) > num_before:
+                self._undo()
+        return False
+
+    def _next(self) -> Sequence[int] | None:
+        """What to write next; None: nothing is left here, or nothing may be spent any more."""
+        state = self._place.state
+        forced = () if self._banned else state.forced()
+        if forced:
+            return forced
+        if self._masks_left <= 0:
+            self._failed_left = 0
+            return None
+        self._masks_left -= 1
+        state.fill(self._row)
+        for token_id in self._banned:
+            self._row[token_id >> 5] &= ~np.uint32(1 << (token_id & 31)).view(np.int32)
+        return self._choose()
+
+    def _choose(self) -> Sequence[int] | None:
+        in_strings, ends, closing, going_on, letters, opening, printable = self._closer.allowed(
+            self._row
+        )
+        is_in_string = self._is_in_string
+        if is_in_string is None and not self._place.is_free:
+            is_in_string = True if in_strings else None
+        key = self._row.tobytes()
+        self._num_same = self._num_same + 1 if key == self._last else 0
+        self._last = key
+        if self._place.is_free and (ending := self._ending(printable)) is not None:
+            return (ending,)
+        wanted = ends if is_in_string else [*closing, *going_on]
+        if not wanted and self._search.check is not None and self._num_letters == 0:
+            check = self._search.check
+            word = self._proposed(check.strings if is_in_string else check.words)
+            if word is not None:
+                return word
+        if is_in_string is None and not wanted and not self._place.is_free:
+            wanted = ends  # one opens or ends a string
+        if wanted:
+            self._num_letters = 0
+            return (wanted[self._num_same % len(wanted)],)
+        num_visits = self._visits[key] = self._visits.get(key, -1) + 1
+        if self._search.variant and printable and (is_in_string or self._place.is_free):
+            return (self._rng.choice(printable),)
+        if is_in_string is not True and not self._place.is_free:
+            letters = [i for i in letters if i != self._closer.blank_id] or opening
+        some = letters or printable
+        self._num_letters = self._num_letters + 1 if some else 0
+        if self._num_letters > _MAX_LETTERS and is_in_string is not False:
+            self._num_letters = 0
+            return self.through_pattern()
+        if not some:
+            stop_ids = self._closer.vocabulary.stop_ids
+            some = [i for i in allowed_ids(self._row)[:64].tolist() if i not in stop_ids]
+        return (some[num_visits % len(some)],) if some else None
+
+    def _proposed(self, texts: Sequence[bytes]) -> Sequence[int] | None:
+        """The ids of the first of `texts` that can be written here."""
+        for text in texts:
+            ids = self._closer.spelt(self._place.state, text)
+            if ids is not None and ids[0] not in self._banned:
+                return ids
+        return None
+
+    def through_pattern(self) -> Sequence[int] | None:
+        """The fewest letters after which a string, or the text, may end.
+
+        Breadth first; places at which the same is allowed count as one.
+        """
+        closer, row = self._closer, self._row
+        seen: set[bytes] = set()
+        queue: list[tuple[GrammarState, tuple[int, ...]]] = [(self._place.state.fork(), ())]
+        for state, ids in queue:  # grows meanwhile
+            state.fill(row)
+            _, ends, _, _, _, _, printable = closer.allowed(row)
+            if ids and (state.may_end if self._place.is_free else ends):
+                return ids
+            for token_id in printable:
+                fork = state.fork()
+                if self._masks_left <= 0 or not fork.accept(token_id):
+                    continue
+                self._masks_left -= 1
+                fork.fill(row)
+                key = row.tobytes()
+                if key not in seen:
+                    seen.add(key)
+                    queue.append((fork, (*ids, token_id)))
+        return None
+
+    def _ending(self, ids: Sequence[int]) -> int | None:
+        """One of `ids` that completes the text at once, where that was not tried before."""
+        state = self._place.state
+        if self._last in self._tried:
+            return None
+        self._tried.add(self._last)
+        return next((i for i in ids if self._closer.leads_out(state, (i,))), None)
+
+    def _take(self, token_id: int, *, backs: bool = True) -> bool:
+        """Add a token; where it ends a value that does not pass, another one is tried."""
+        place = self._place
+        if not place.state.accept(token_id):
+            self._banned.add(token_id)
+            self._failed_left -= 1
+            return False
+        data = self._closer.vocabulary.token_bytes[token_id]
+        before = place.cursor
+        self._steps.append(_Step(token_id, before, self._is_in_string, self._banned))
+        self._banned = set()
+        if b"," in data and self._is_in_string is not True:
+            self._visits.clear()  # another value begins
+        if b'"' in data and self._is_in_string is not None:
+            quotes = data.count(b'"') - data.count(b'\\"')
+            self._is_in_string ^= bool(quotes % 2)
+        if before is not None:
+            place.cursor = before.fork()
+            if place.cursor.push(data) is not None:
+                self._undo()
+                if backs:
+                    self._banned.add(token_id)
+                    self._failed_left -= 1
+                return False
+        return True
+
+    def _undo(self) -> None:
+        step = self._steps.pop()
+        place = self._place
+        place.state.rollback(1)
+        place.cursor = step.cursor
+        self._is_in_string = step.is_in_string
+        self._banned = step.banned
+
+    def _step_back(self) -> bool:
+        """Choose otherwise at the place before; False when that is no use."""
+        if self._failed_left <= 0 or not self._steps or self._place.cursor is None:
+            return False
+        token_id = self._steps[-1].token_id
+        self._undo()
+        self._banned.add(token_id)
+        self._failed_left -= 1
+        return True

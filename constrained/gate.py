@@ -183,6 +183,11 @@ class GatedCheck:
         self._gate = gate
         self._inner = inner
         self.residuals: Sequence[Residual] = inner.residuals
+        self.words: Sequence[bytes] = inner.words
+        self.strings: Sequence[bytes] = inner.strings
+
+    def examples(self) -> Sequence[bytes]:
+        return [self._gate.end + text for text in self._inner.examples()]
 
     def cursor(self) -> TextCursor | None:
         return None if self._inner.cursor() is None else GatedCursor(self._gate, self._inner)
@@ -227,6 +232,22 @@ class GatedCursor:
             del self._free[num_bytes:]
         elif self._inner is not None:
             self._inner.truncate(num_bytes - len(self._free))
+
+    @property
+    def shape(self) -> object:
+        """Where two are equal, the same is checked of the text to come."""
+        return () if self._inner is None else self._inner.shape
+
+    def ends_well(self, data: bytes) -> bool:
+        """Whether the text is whole and valid when `data` is its rest."""
+        if self._inner is not None:
+            return self._inner.ends_well(data)
+        copy = self.fork()
+        return copy.push(data) is None and copy._inner is not None and copy._inner.ends_well(b"")
+
+    def proposals(self) -> Sequence[bytes]:
+        """See `backend.TextCursor`; none before the end."""
+        return () if self._inner is None else self._inner.proposals()
 
     def fork(self) -> GatedCursor:
         """An independent copy."""

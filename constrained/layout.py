@@ -24,6 +24,7 @@ import numpy as np
 from .backend import CompiledGrammar, GrammarState, MaskRow, TextCheck
 from .budget import closer_of
 from .masks import allowed_ids, row_of
+from .shortest import shortest_text
 from .spec import ConstraintIssue, GrammarError
 from .vocabulary import Vocabulary
 
@@ -282,9 +283,11 @@ class LayoutGrammar:
         self.check: TextCheck | None = inner.check
         self.exits = inner.exits
         state = self.start()
-        found = state.laid_out(inner.shortest)
-        leads_out = found is not None and closer_of(vocabulary).leads_out(state, found)
-        self.shortest = found if leads_out else None
+        laid = state.laid_out(inner.shortest)
+        proposal = None
+        if laid is not None:
+            proposal = b"".join(vocabulary.token_bytes[i] for i in laid).decode()
+        self.shortest = shortest_text(state, closer_of(vocabulary), self.check, proposal=proposal)
 
     def start(self) -> LayoutState:
         return LayoutState(self._inner.start(), self._layout, [START])

@@ -47,6 +47,7 @@ from .lookahead import has_lookahead
 from .masks import allowed_ids, is_allowed, row_of
 from .messages import reason
 from .schema_parts import LoweringError
+from .shortest import shortest_text
 from .spec import ConstraintIssue, GrammarError, GrammarKind, GrammarSpec, KeyOrder, Whitespace
 from .vocabulary import Vocabulary
 
@@ -67,7 +68,6 @@ _MAX_FORCED_BYTES = 64 * 1024  # at a start: the engine follows all of them, 400
 # Of one sequence's steps, in seconds of its thread: what each takes beyond the first is added up.
 _STEP_S = 0.005
 _SLOW_STEPS_S = 0.25
-_MAX_SHORTEST = 400  # tokens of a text that is looked for while compiling
 _MAX_WIDENINGS = 40  # keywords that are left to residuals because the engine refuses them
 # Bytes that close what is open: the walk that warms a grammar prefers them, to end soon.
 _CLOSING = (b'"', b"}", b"]", b"0", b"1", b":", b",")
@@ -149,6 +149,13 @@ class LLGuidanceState:
         self.check_fault()
         return ids
 
+    def ends_after(self, token_ids: Sequence[int]) -> bool:
+        """Whether the text is complete after `token_ids`. Does not change the state."""
+        if not token_ids or self._num_stops:
+            return not token_ids and self.may_end
+        ids = [*token_ids, self._shared.vocabulary.stop_ids[0]]
+        return bool(self._matcher.validate_tokens(ids) == len(ids))
+
     def rollback(self, num_tokens: int) -> None:
         if not 0 <= num_tokens <= self._num_tokens:
             raise ValueError(f"can't roll back {num_tokens} of {self._num_tokens} tokens")
@@ -210,18 +217,10 @@ class LLGuidanceGrammar:
         self.check = text.check()
         encode = shared.vocabulary.encode
         self.exits = tuple(tuple(encode(exit_text)) for exit_text in text.exits)
-        self.shortest = self._proven(text.proposal)
-        if self.shortest is None:
-            self.shortest = shared.closer.shortest(self.start(), _MAX_SHORTEST)
+        self.shortest = shortest_text(
+            self.start(), shared.closer, self.check, proposal=text.proposal
+        )
         self.num_bytes = num_bytes
-
-    def _proven(self, proposal: str | None) -> list[int] | None:
-        """The ids of a proposed text, if it is one of the grammar's."""
-        if proposal is None:
-            return None
-        ids = self._shared.vocabulary.encode(proposal)
-        is_valid = self.check is None or self.check.is_valid(proposal.encode())
-        return ids if is_valid and self._shared.closer.leads_out(self.start(), ids) else None
 
     def start(self) -> LLGuidanceState:
         with self._lock:

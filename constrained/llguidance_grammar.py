@@ -47,6 +47,7 @@ class GrammarText:
     source: str = ""  # of the schema
     dropped: tuple[Dropped, ...] = ()
     tags: TagCheck | None = None  # of a structural tag
+    is_any_order: bool = False  # of the keys
     proposal: str | None = None  # a short text; None: one is to be looked for
     exits: tuple[str, ...] = ()  # what may close the text where a part has closed
 
@@ -56,7 +57,11 @@ class GrammarText:
             return self.tags
         schema = self.schema
         return SchemaCheck(
-            self.source, schema.draft, schema.residuals, is_dynamic=schema.is_dynamic
+            self.source,
+            schema.draft,
+            schema.residuals,
+            is_dynamic=schema.is_dynamic,
+            is_any_order=self.is_any_order,
         )
 
 
@@ -237,6 +242,7 @@ def as_rules(
         grammar=lark_grammar(f"{_skipping(options)}{rules}"),
         schema=replace(schema, residuals=residuals),
         dropped=(),
+        is_any_order=True,
     )
 
 

@@ -21,11 +21,14 @@ from urllib.parse import quote
 
 import jsonschema_rs
 
+from .instances import Instances
 from .rewrite import Residual
 from .schema_walk import Draft, Json, Node, Resolver, children, escape, reachable
 from .spec import GrammarError
 
 _NUMBER = b"+-.0123456789eE"
+_MAX_PLACES = 200  # at which values are checked: of more no witness is looked for
+_OTHER_KEY = "\0"  # one that no schema declares
 _ROOT_URI = "urn:palmette:schema"
 _SAME_VALUE = frozenset(("allOf", "$ref"))
 _INSIDE = frozenset(("additionalItems", "additionalProperties", "items", "prefixItems"))
@@ -37,7 +40,13 @@ class SchemaCheck:
     """The residuals and the validator of one schema; immutable, shared by its sequences."""
 
     def __init__(
-        self, source: str, draft: Draft, residuals: Sequence[Residual], *, is_dynamic: bool
+        self,
+        source: str,
+        draft: Draft,
+        residuals: Sequence[Residual],
+        *,
+        is_dynamic: bool,
+        is_any_order: bool = False,
     ):
         self.residuals = tuple(residuals)
         document = json.loads(source)
@@ -59,6 +68,33 @@ class SchemaCheck:
         self._parts = {
             pointer: self._part(document, pointer) for pointer in sorted(self._plan.checked)
         }
+        self._instances = Instances(document, draft)
+        self._witnesses = self._find_witnesses() if residuals else {}
+        self.strings = tuple(_to_text(text)[1:] for text in self._instances.strings)
+        names = self._instances.required if is_any_order else ()  # else the grammar forces them
+        self.words = tuple(_to_text(name) + b":" for name in names)
+
+    def examples(self) -> list[bytes]:
+        """Short texts that are valid and may be the grammar's."""
+        texts = (_to_text(value) for value in self._instances.of([""]))
+        return [text for text in texts if self.is_valid(text)]
+
+    def _find_witnesses(self) -> dict[tuple[str, ...], list[bytes]]:
+        """For each place at which a value is checked: short texts that pass."""
+        instances = self._instances
+        found: dict[tuple[str, ...], list[bytes]] = {}
+        for nodes in self._plan.places(self.root_nodes, _MAX_PLACES):
+            pointers = self.to_check(nodes)
+            if not pointers:
+                continue
+            texts = (_to_text(value) for value in instances.of(nodes))
+            found[nodes] = [text for text in texts if self.is_valid_part(pointers, text)]
+        return found
+
+    def witnesses(self, nodes: tuple[str, ...]) -> list[bytes]:
+        """Short texts, without blanks, of values that pass where `nodes` apply; [] if none is
+        known."""
+        return self._witnesses.get(nodes, [])
 
     def _part(self, document: Json, pointer: str) -> jsonschema_rs.Validator:
         if not pointer or not isinstance(document, dict):
@@ -141,6 +177,27 @@ class _Plan:
                 found[pointer] = None
                 stack += [other for other in self.same[pointer] if other in self.same]
         return tuple(found)
+
+    def below(self, nodes: Sequence[str]) -> list[tuple[str, ...]]:
+        """What applies to the parts of a value under `nodes`, each kind of part once."""
+        keys: dict[str | int, None] = {}
+        for pointer in nodes:
+            for name in self.named.get(pointer, {}):
+                keys[name[1:] if name else _OTHER_KEY] = None
+            prefix, rest = self.items.get(pointer, ([], None))
+            keys |= dict.fromkeys(range(len(prefix) + (rest is not None)))
+        found: dict[tuple[str, ...], None] = {}
+        for key in keys:
+            targets = [self.target(pointer, key) for pointer in nodes]
+            found[self.expand([target for target in targets if target is not None])] = None
+        return list(found)
+
+    def places(self, root: tuple[str, ...], most: int) -> list[tuple[str, ...]]:
+        """What applies together anywhere in a document, from the root on."""
+        found = [root]
+        for nodes in found:  # grows meanwhile
+            found += [n for n in self.below(nodes) if n and n not in found][: most - len(found)]
+        return found
 
     def target(self, pointer: str, key: str | int) -> str | None:
         if isinstance(key, str):
@@ -267,6 +324,10 @@ def _finite(text: str) -> float:
     return value
 
 
+def _to_text(value: Json) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 def _canonical(text: bytes) -> str:
     """Equal for values that JSON Schema calls equal: 1 and 1.0, keys in any order."""
     value = json.loads(text, parse_float=_as_integer)
@@ -345,6 +406,34 @@ class ResidualCursor:
     def text(self) -> bytes:
         return bytes(self._text)
 
+    @property
+    def shape(self) -> object:
+        """Where two are equal, the same is checked of the text to come."""
+        return tuple(
+            (frame.nodes, 0 if frame.is_object else frame.key) for frame in self._scan.stack
+        )
+
+    def ends_well(self, data: bytes) -> bool:
+        """Whether the text is valid when `data` is its rest."""
+        if data and self.fork().push(data) is not None:
+            return False
+        return self._check.is_valid(bytes(self._text) + data)
+
+    def proposals(self) -> list[bytes]:
+        """The rests of known texts that pass, for the value that begins here or has begun."""
+        start, scan = self.held_from, self._scan
+        if start is None:
+            nodes = self._next_nodes() if scan.mode == "value" else ()
+            return self._check.witnesses(nodes) if nodes else []
+        held = [frame.nodes for frame in scan.stack if self._check.to_check(frame.nodes)]
+        begun = bytes(self._text[start:])
+        known = self._check.witnesses(held[0] if held else scan.nodes)
+        return [
+            text[len(begun) :]
+            for text in known
+            if text.startswith(begun) and len(text) > len(begun)
+        ]
+
     def fork(self) -> ResidualCursor:
         """An independent copy."""
         copy = ResidualCursor(self._check)
@@ -417,13 +506,15 @@ class ResidualCursor:
             return self._close(scan.nodes, scan.start, at + 1, checking)
         return None
 
+    def _next_nodes(self) -> tuple[str, ...]:
+        if not self._scan.stack:
+            return self._check.root_nodes
+        frame = self._scan.stack[-1]
+        return self._check.inside(frame.nodes, frame.key) if frame.nodes else ()
+
     def _open(self, byte: int, at: int) -> None:
         scan = self._scan
-        if scan.stack:
-            frame = scan.stack[-1]
-            nodes = self._check.inside(frame.nodes, frame.key) if frame.nodes else ()
-        else:
-            nodes = self._check.root_nodes
+        nodes = self._next_nodes()
         if byte in b"{[":
             frame = _Frame(byte == 0x7B, at, nodes)
             if byte == 0x5B and self._check.is_unique(nodes):

@@ -98,6 +98,14 @@ class TagCheck:
             for residual in check.residuals
         )
 
+        found = checks.values()
+        self.words = tuple(dict.fromkeys(word for check in found for word in check.words))
+        self.strings = tuple(dict.fromkeys(text for check in found for text in check.strings))
+
+    def examples(self) -> list[bytes]:
+        """None: the document proposes a text itself."""
+        return []
+
     def cursor(self) -> TagCursor:
         return TagCursor(self._program, self._start)
 
@@ -305,6 +313,25 @@ class TagCursor:
         self._text.clear()
         self._ways = self._reached([self._start])
         self.push(text)
+
+    @property
+    def shape(self) -> object:
+        """Never the same: what is to come is checked as it stands."""
+        return None
+
+    def ends_well(self, data: bytes) -> bool:
+        """Whether the text is whole and valid when `data` is its rest."""
+        copy = self.fork()
+        return copy.push(data) is None and copy.may_end
+
+    def proposals(self) -> list[bytes]:
+        """The rests of known values that pass, for those that begin here or have begun."""
+        return [
+            text
+            for way in self._ways
+            if isinstance(way, _InJson)
+            for text in way.cursor.proposals()
+        ]
 
     def fork(self) -> TagCursor:
         """An independent copy."""

@@ -130,23 +130,27 @@ class Committer:
             self._append_free(sequence, token_id, logprob)
             return
         constraint.accept(token_id)
-        had_to = constraint.only == token_id
+        num_tokens = sequence.num_tokens
         num_left = sequence.max_generated - len(sequence.generated) - 1
         if constraint.fits(token_id, num_left=num_left):
             if self._append(sequence, constraint, token_id, logprob):
                 return
-        elif not constraint.reject(token_id) or had_to:
-            self._take_back(sequence, constraint)
-            return
-        elif not constraint.is_closing:
+        elif constraint.reject(token_id):
             self._scheduler.choose_again(sequence)
             return
-        num_tokens = sequence.num_tokens
+        elif constraint.way_out is None:
+            self._fall_back(sequence, constraint, is_full=num_left == 0)
+            return
+        elif not constraint.way_out:
+            self._end_early(sequence)
+            return
+        else:
+            constraint.follow(num_left=num_left + 1)
         if self._jump(sequence, constraint):
             return
         self._hooks.on_tokens(sequence)  # of the whole step together
-        if constraint.is_closing and sequence.num_tokens == num_tokens:
-            self._scheduler.choose_again(sequence)
+        if constraint.only is not None and sequence.num_tokens == num_tokens:
+            self._scheduler.choose_again(sequence)  # it is scored where it is chosen
 
     def _stop(self, sequence: SequenceState, token_id: int, logprob: TokenLogprob | None) -> None:
         self.num_generated += 1
@@ -246,7 +250,9 @@ class Committer:
                 constraint.state.rollback(1)
                 constraint.only = token_id
                 break
-            constraint.fits(token_id, num_left=num_left)  # nothing else is possible
+            if not constraint.fits(token_id, num_left=num_left):
+                constraint.state.rollback(1)  # it is chosen, and rejected, in the next step
+                break
             sequence.forced_at.append(len(sequence.generated))
             if self._append(sequence, constraint, token_id, None, needs_score=needs_score):
                 return True
@@ -262,11 +268,32 @@ class Committer:
         stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         """A value is not valid: go back to an earlier choice and choose otherwise."""
-        num_left = constraint.back_track(sequence.num_released, stop_ids)
-        if num_left is None:
+        num_kept = constraint.back_track(sequence.num_released, stop_ids)
+        if num_kept is None:
+            self._fall_back(sequence, constraint)
+        else:
+            self._rewind(sequence, num_kept)
+
+    def _fall_back(
+        self, sequence: SequenceState, constraint: Constraint, *, is_full: bool = False
+    ) -> None:
+        """Go on where a way out is known, along it."""
+        num_kept = constraint.fall_back(sequence.num_released, is_full=is_full)
+        if num_kept is None:
             raise _not_satisfied(sequence)
-        self.num_taken_back += len(sequence.generated) - num_left
-        self._scheduler.rewind(sequence, num_left)
+        self._rewind(sequence, num_kept)
+        if not constraint.way_out:
+            self._end_early(sequence)
+
+    def _rewind(self, sequence: SequenceState, num_kept: int) -> None:
+        self.num_taken_back += len(sequence.generated) - num_kept
+        self._scheduler.rewind(sequence, num_kept)
+
+    def _end_early(self, sequence: SequenceState) -> None:
+        """The text is complete, and nothing that could follow has room."""
+        if sequence.release(0) is None:
+            _check_all_given(sequence)
+        self._hooks.on_finish(sequence, LENGTH)
 
 
 def _not_satisfied(sequence: SequenceState) -> SequenceFault:

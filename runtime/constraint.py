@@ -1,21 +1,25 @@
-"""The grammar of one sequence at work: what is banned, what is held back, what must close now.
+"""The grammar of one sequence at work: what is banned, what is held back, how it can end.
 
     accept -> fits? -> take -> (a value under a residual closed) valid? -> release
                 |                                                  |
               reject: banned at its place, chosen again          back_track: to an earlier choice
+                                                                   | no more tries, or no more room
+                                                                 fall_back: to a known way out
 
 A token is released to the client when no value it belongs to is still to be checked. What was
-released is never taken back. All of it depends on the sequence's own tokens alone.
+released is never taken back. At what was released a way out is known: tokens after which the text
+is complete and valid, no more than are left. So whatever the model chooses, the text ends valid.
+All of it depends on the sequence's own tokens alone: searches are bounded by counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from palmette.constrained.backend import CompiledGrammar, GrammarState
-from palmette.constrained.budget import closer_of
+from palmette.constrained.backend import CompiledGrammar, GrammarState, TextCursor
+from palmette.constrained.budget import Place, Search, closer_of
 from palmette.constrained.masks import allowed_ids
 from palmette.constrained.vocabulary import Vocabulary
 from palmette.kernels.batch import Int32Array
@@ -24,7 +28,7 @@ MAX_TRIES = 256  # values that turned out invalid, of one request
 MAX_SAME = 48  # of them without getting any further
 MAX_REJECTS = 3  # choices at one place after which there is no time to close
 RESERVE = 32  # tokens to spare, beside twice the shortest text, below which each choice is judged
-MAX_LOST = 6  # searches for a way out that found none while none was known: it is given up
+RETRY = 4  # tokens after a search that found no way, before the next one; then twice as many
 MAX_SIMILAR = 2048  # allowed ids among which spellings of the same are looked for
 
 
@@ -32,23 +36,29 @@ class Constraint:
     """Lives through preemption unchanged. `state` is moved by `accept` here and nowhere else."""
 
     __slots__ = (
+        "_ahead",
         "_bans",
         "_check",
         "_closer",
         "_compiled",
         "_cursor",
         "_ends",
-        "_exits",
+        "_failed",
         "_furthest",
         "_ids",
-        "_num_lost",
+        "_is_free",
+        "_known",
+        "_next_way",
+        "_num_follow",
         "_num_rejects",
         "_num_same",
         "_reserve",
+        "_retry",
+        "_shape",
         "_text",
         "_vocabulary",
         "_watch_below",
-        "_way_out",
+        "_ways",
         "num_tries",
         "only",
         "state",
@@ -66,17 +76,28 @@ class Constraint:
         self._closer = closer_of(vocabulary)
         self._check = compiled.check
         self._cursor = None if self._check is None else self._check.cursor()
+        self._is_free = self._check is None
         self._ids: list[int] = []
         self._ends = [0]  # bytes of text after each token
         self._text = bytearray()
         self._bans: dict[int, set[int]] = {}  # by place among the generated tokens
-        self._exits = compiled.exits
-        self._way_out: Sequence[int] | None = compiled.shortest
-        # With more tokens left than this the end is not looked for; -1: none is known.
-        self._reserve = 2 * len(compiled.shortest or ()) + RESERVE
-        self._watch_below = -1 if compiled.shortest is None else 1 << 62
-        self._num_lost = 0
+        # Ways out by place: at or after what was released; the earliest and the latest of them.
+        shortest = tuple(compiled.shortest or ())
+        self._ways: list[tuple[int, tuple[int, ...]]] = []
+        if compiled.shortest is not None:
+            self._ways.append((0, shortest))
+        self._known = shortest  # the way that was found last, wherever that was
+        self._shape: object = None  # of the open values where it was proven
+        # With more tokens left than this the end is not looked for.
+        self._reserve = 2 * len(shortest) + RESERVE
+        self._watch_below = 1 << 62
+        self._retry = RETRY
         self._num_rejects = 0
+        self._num_follow = 0  # tokens of the way out that must come now
+        # What `fits` has found out for `take`.
+        self._ahead: TextCursor | None = None
+        self._failed: int | None = None
+        self._next_way: tuple[int, ...] | None = None
         self.only: int | None = None  # the one id that may come next
         self.num_tries = 0
         self._num_same = 0  # tries since one got further than all before
@@ -106,74 +127,123 @@ class Constraint:
             count += 1
         return count
 
+    @property
+    def way_out(self) -> tuple[int, ...] | None:
+        """The way that is known from here; None: none is."""
+        if self._ways and self._ways[-1][0] == len(self._ids):
+            return self._ways[-1][1]
+        return None
+
     def accept(self, token_id: int) -> None:
         """Advance the grammar by a chosen id; `reject` takes it back."""
         if not self.state.accept(token_id):
             raise RuntimeError(f"grammar refused the sampled token {token_id}")
 
     def fits(self, token_id: int, *, num_left: int) -> bool:
-        """Whether the text can still be closed in `num_left` tokens after the accepted id."""
-        if num_left > self._watch_below:
-            self._way_out = None
-            return True
-        way_out = self._way_out
-        if way_out and way_out[0] == token_id:
-            way_out = way_out[1:]
-        elif self.state.may_end:
-            way_out = ()
-        elif way_out is None or not self._closer.leads_out(self.state, way_out):
-            way_out = self._exit() or self._closer.way_out(self.state, num_left)
-            if way_out is None and self._way_out is None:
-                self._note_lost()
-                return True  # nor was one known before: it may end as a failure
-        if way_out is None or len(way_out) > num_left:
-            return False
-        self._way_out = way_out
-        spare = num_left - len(way_out) - self._reserve
-        self._watch_below = num_left - max(0, spare) // 2
-        return True
+        """Whether the text can still end well in `num_left` tokens after the accepted id.
 
-    def _exit(self, banned: Collection[int] = ()) -> Sequence[int] | None:
-        """A way out that the grammar itself proposes, of those that lead out from here."""
-        for ids in self._exits:
-            if ids and ids[0] not in banned and self._closer.leads_out(self.state, ids):
-                return ids
-        return None
+        Where the id belongs to a value that is held back, an earlier way out is as good.
+        """
+        self._next_way = None
+        is_held = False
+        if self._cursor is not None:
+            self._ahead = self._cursor.fork()
+            self._failed = self._ahead.push(self._vocabulary.token_bytes[token_id])
+            if self._failed is not None:
+                return True  # `take` tells
+            is_held = self._ahead.held_from is not None
+        way_out = self.way_out
+        if way_out and way_out[0] == token_id:
+            self._next_way = way_out[1:]
+            return True
+        can_wait = is_held or self._cursor is None
+        if can_wait and num_left > self._watch_below:
+            return True
+        found = self._find(token_id, num_left)
+        if found is not None:
+            self._next_way = found
+            self._retry = RETRY
+            spare = num_left - len(found) - self._reserve
+            self._watch_below = num_left - max(0, spare) // 2
+            return True
+        if not can_wait or num_left == 0 or (way_out is not None and not is_held):
+            return False
+        self._watch_below = num_left - self._retry
+        self._retry *= 2
+        return True  # what is held can be taken back; else nothing was known before either
+
+    def _find(self, token_id: int, num_left: int) -> tuple[int, ...] | None:
+        """A way out after the accepted id, of at most `num_left` tokens."""
+        cursor, known = self._ahead, self._known
+        place = Place(self.state, cursor, self._is_free)
+        shape = None
+        if cursor is not None and cursor.held_from is None:
+            shape = cursor.shape
+        if known and len(known) <= num_left and self._closer.leads_out(self.state, known):
+            is_proven = cursor is None or (shape is not None and shape == self._shape)
+            if is_proven or self._closer.proves(place, known):
+                self._shape = shape
+                return known
+        search = Search(known=known, exits=self._compiled.exits, check=self._check)
+        found = self._closer.way_out(place, num_left, search)
+        if found is None:
+            return None
+        self._known, self._shape = tuple(found), shape
+        return self._known
 
     def reject(self, token_id: int) -> bool:
-        """The accepted id leaves no time to close: it is not to be chosen here again.
+        """The accepted id leaves no way to end well: it is not to be chosen here again.
 
-        False when nothing else is left to choose.
+        False when nothing else is to be chosen.
         """
         place = len(self._ids)
         self.state.rollback(1)
         self._ban(place, (token_id,))
         self._num_rejects += 1
+        if self.only is not None or self._num_rejects >= MAX_REJECTS:
+            return False
         row = np.zeros(self._vocabulary.mask_words, np.int32)
-        return self._is_free(row, place, None)
+        return self._can_choose(row, place, None) or self.state.may_end
 
     def take(self, token_id: int) -> int | None:
         """Note an accepted id; returns where a value that is complete and invalid begins."""
         self._num_rejects = 0
+        self._num_follow = max(0, self._num_follow - 1)
         self.only = None
         data = self._vocabulary.token_bytes[token_id]
         self._ids.append(token_id)
         if self._check is not None:
             self._text += data
         self._ends.append(self._ends[-1] + len(data))
-        return None if self._cursor is None else self._cursor.push(data)
+        is_held = False
+        if self._cursor is not None:
+            self._cursor = self._ahead
+            assert self._cursor is not None
+            if self._failed is not None:
+                return self._failed
+            is_held = self._cursor.held_from is not None
+        if not is_held:
+            self._ways.clear()
+        elif len(self._ways) > 1 and self._next_way is not None:
+            self._ways.pop()
+        if self._next_way is not None:
+            self._ways.append((len(self._ids), self._next_way))
+            self._known = self._next_way
+        return None
 
-    @property
-    def is_closing(self) -> bool:
-        """Whether choosing freely has failed too often here."""
-        return self._num_rejects >= MAX_REJECTS and bool(self._way_out)
+    def follow(self, *, num_left: int) -> None:
+        """Nothing is to be chosen here: the way out goes on, to the end if there is no time."""
+        way_out = self.way_out
+        assert way_out is not None
+        has_time = num_left > len(way_out) + self._reserve
+        self._num_follow = 1 if has_time else len(way_out)
 
     def closing(self, *, num_left: int) -> Sequence[int]:
-        """The rest of the way out, where nothing else closes in time any more."""
-        way_out = self._way_out
-        if way_out and (self.is_closing or len(way_out) >= num_left):
-            return tuple(way_out)
-        return ()
+        """What of the way out must come now."""
+        way_out = self.way_out
+        if not way_out:
+            return ()
+        return way_out if len(way_out) >= num_left else way_out[: self._num_follow]
 
     def is_valid(self) -> bool:
         """Whether the complete text satisfies the schema as the user sent it."""
@@ -205,13 +275,13 @@ class Constraint:
         last = len(self._ids)
         if stop_ids:
             self._ban(last, stop_ids)
-            if self._is_free(row, last, None):
+            if self._can_choose(row, last, None):
                 found.append(last)
         for place in range(last - 1, num_released - 1, -1):
             if len(found) >= wanted:
                 break
             self.state.rollback(1)
-            if self._is_free(row, place, self._ids[place]):
+            if self._can_choose(row, place, self._ids[place]):
                 found.append(place)
         if not found:
             return None
@@ -230,7 +300,7 @@ class Constraint:
         self._shorten(keep)
         return keep
 
-    def _is_free(self, row: Int32Array, place: int, chosen: int | None) -> bool:
+    def _can_choose(self, row: Int32Array, place: int, chosen: int | None) -> bool:
         """Whether something else could be chosen at `place`, where the grammar stands."""
         self.state.fill(row)
         return self._without(row, place, chosen)
@@ -260,6 +330,39 @@ class Constraint:
     def _ban(self, place: int, token_ids: set[int] | frozenset[int] | tuple[int, ...]) -> None:
         self._bans.setdefault(place, set()).update(token_ids)
 
+    def fall_back(self, num_released: int, *, is_full: bool) -> int | None:
+        """Go back to the latest way out that is known, which is then followed.
+
+        As far as the value that failed, or to the end when there is no room left. Returns how many
+        tokens are left; None: none is known, which is a fault.
+        """
+        while self._ways and self._ways[-1][0] > len(self._ids):
+            self._ways.pop()
+        if not self._ways or self._ways[-1][0] < num_released:
+            return None
+        keep, way_out = self._ways[-1]
+        self.state.rollback(len(self._ids) - keep)
+        self._shorten(keep)
+        self._num_same, self._furthest = 0, -1
+        is_over = is_full or self.num_tries > MAX_TRIES
+        self._num_follow = len(way_out) if is_over else self._num_to_value_end(way_out)
+        self.only = way_out[0] if way_out else None
+        return keep
+
+    def _num_to_value_end(self, way_out: Sequence[int]) -> int:
+        """How many tokens of the way it takes until nothing is held back any more."""
+        if self._cursor is None:
+            return len(way_out)
+        cursor = self._cursor.fork()
+        was_held = cursor.held_from is not None
+        for count, token_id in enumerate(way_out, start=1):
+            cursor.push(self._vocabulary.token_bytes[token_id])
+            is_held = cursor.held_from is not None
+            if was_held and not is_held:
+                return count
+            was_held = is_held
+        return len(way_out)
+
     def _shorten(self, keep: int) -> None:
         for place in [place for place in self._bans if place > keep]:
             del self._bans[place]
@@ -267,21 +370,9 @@ class Constraint:
         del self._text[self._ends[-1] :]
         if self._cursor is not None:
             self._cursor.truncate(self._ends[-1])
-        self._num_rejects = 0
+        self._ways = [way for way in self._ways if way[0] <= keep]
+        self._num_rejects = self._num_follow = 0
         self.only = None
-        self._way_out = None
-        if self._watch_below >= 0:
-            self._watch_below = 1 << 62
-            banned = self._bans.get(keep, ())
-            self._way_out = self._exit(banned) or self._closer.way_out(self.state, 1024, banned)
-            if self._way_out is None:
-                self._note_lost()
-
-    def _note_lost(self) -> None:
-        """A search costs many masks: where none finds an end, others wait for it no longer."""
-        self._num_lost += 1
-        if self._num_lost >= MAX_LOST:
-            self._watch_below = -1
 
 
 def _bit(token_id: int) -> np.int32:

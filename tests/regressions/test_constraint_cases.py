@@ -74,7 +74,7 @@ def test_a_text_that_ends_well_is_whole_however_few_tokens(
     engine: pm.Engine, name: str, logprobs: bool
 ) -> None:
     num_whole = 0
-    for whitespace in Whitespace:
+    for whitespace in (Whitespace.BOUNDED, Whitespace.COMPACT, Whitespace.FLEXIBLE):
         grammar = GrammarSpec.json_schema(SCHEMAS[name], whitespace=whitespace)
         for seed in range(6):
             text, tokens, num, error = run(
@@ -86,7 +86,7 @@ def test_a_text_that_ends_well_is_whole_however_few_tokens(
                 logprobs=logprobs,
             )
             if error is not None:
-                assert error.code in ("constraint", "invalid_value")
+                assert error.code == "invalid_value"
                 continue
             num_whole += 1
             jsonschema.validate(json.loads(text), SCHEMAS[name])

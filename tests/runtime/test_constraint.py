@@ -80,10 +80,12 @@ def test_text_is_given_out_once_it_can_no_longer_be_taken_back() -> None:
     assert len(set(value["list"])) == len(value["list"])
 
 
-def test_what_can_not_be_satisfied_ends_with_an_error_and_no_text() -> None:
+def test_what_can_not_be_satisfied_is_refused_by_name() -> None:
     schema = {"type": "array", "items": {"enum": [0, 1]}, "minItems": 3, "uniqueItems": True}
     got = answer(ask(schema | {"maxItems": 3}))
-    assert got.error is not None and got.error.code == "constraint"
+    assert got.error is not None and got.error.code == "grammar"
+    assert got.error.message.startswith("uniqueItems: no text that satisfies it was found")
+    assert got.error.message.endswith("(at /uniqueItems)")
     assert (got.text, got.token_ids) == ("", [])
 
 

@@ -1,0 +1,50 @@
+"""The shortest text of a grammar, as far as it can be found while it compiles.
+
+Its tokens are the way out that every request of the grammar begins with, and the least
+`max_tokens` that is accepted.
+"""
+
+from __future__ import annotations
+
+from .backend import GrammarState, TextCheck
+from .budget import Closer, place_of
+from .spec import GrammarError
+
+_MAX_TOKENS = 4096
+
+
+def shortest_text(
+    state: GrammarState, closer: Closer, check: TextCheck | None, *, proposal: str | None = None
+) -> tuple[int, ...] | None:
+    """The ids of a short text that the grammar accepts and that passes `check`.
+
+    `proposal` is taken when it is one. None: none was found; only where there is no `check`.
+
+    Raises:
+        GrammarError: none was found, with what is in the way.
+    """
+    place = place_of(state, check)
+    if proposal is not None:
+        proposed = closer.vocabulary.encode(proposal)
+        if closer.proves(place, proposed):
+            return tuple(proposed)
+    ids = closer.shortest(place, _MAX_TOKENS, check)
+    if ids is None and check is not None:
+        found = [closer.spelt(place.state, text) for text in check.examples()]
+        proven = [ids for ids in found if ids and closer.proves(place, ids)]
+        ids = min(proven, key=len, default=None)
+    if ids is not None:
+        return tuple(ids)
+    if check is None:
+        return None
+    residuals = check.residuals
+    if not residuals:
+        raise GrammarError(f"no text of at most {_MAX_TOKENS} tokens was found")
+    first = residuals[0]
+    others = "" if len(residuals) == 1 else f", with {len(residuals) - 1} more that are checked"
+    raise GrammarError(
+        f"{first.keyword}: no text that satisfies it was found{others}",
+        pointer=f"{first.pointer}/{first.keyword}",
+        keyword=first.keyword,
+        suggestion="add an example of a valid value to the schema (`examples`)",
+    )
