@@ -90,11 +90,12 @@ class _Shared:
 class LLGuidanceState:
     """See `backend.GrammarState`."""
 
-    __slots__ = ("_matcher", "_num_stops", "_num_tokens", "_shared", "_slow_s")
+    __slots__ = ("_is_slow", "_matcher", "_num_stops", "_num_tokens", "_shared", "_slow_s")
 
     def __init__(self, shared: _Shared, matcher: llguidance.LLMatcher):
         self._shared = shared
         self._matcher = matcher
+        self._is_slow = False  # a step took long, by the clock on the wall
         self._slow_s = 0.0
         self._num_tokens = 0  # accepted, stop ids included
         self._num_stops = 0
@@ -130,12 +131,18 @@ class LLGuidanceState:
         return True
 
     def _consume(self, token_id: int) -> bool:
-        """A grammar with ever more ways to read the text gets slower with each token."""
-        start = time.thread_time()
+        """A grammar with ever more ways to read the text gets slower with each token.
+
+        The clock of the thread takes a microsecond to read: it is read from the first slow step on.
+        """
+        clock = time.thread_time if self._is_slow else time.perf_counter
+        start = clock()
         is_taken = self._matcher.try_consume_tokens([token_id]) == 1
-        spent = time.thread_time() - start
+        spent = clock() - start
         if spent > _STEP_S:
-            self._slow_s += spent - _STEP_S
+            if self._is_slow:
+                self._slow_s += spent - _STEP_S
+            self._is_slow = True
             if self._slow_s > _SLOW_STEPS_S:
                 raise GrammarError(
                     "the grammar is too complex to continue: too many ways to read the text"
@@ -168,7 +175,7 @@ class LLGuidanceState:
     def fork(self) -> LLGuidanceState:
         copy = LLGuidanceState(self._shared, self._matcher.deep_copy())
         copy._num_tokens = self._num_tokens
-        copy._slow_s = self._slow_s
+        copy._is_slow, copy._slow_s = self._is_slow, self._slow_s
         copy._num_stops = self._num_stops
         return copy
 

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import quote, unquote
 
 import llguidance
 
@@ -124,6 +125,9 @@ def locate(
         for keyword in _keywords_meant(message)
         if isinstance(node.schema, dict) and keyword in node.schema
     ]
+    named = re.search(r"circular references .*(#/.*)", message)
+    if named:
+        candidates = [c for c in candidates if _refers(c[0], named[1])] or candidates
     if len(candidates) > 1:
         # The innermost of those that fail on their own; few, as each try compiles.
         candidates.sort(key=lambda c: -c[0].pointer.count("/"))
@@ -145,6 +149,12 @@ def locate(
         can_weaken=not _is_final(keyword, message),
     )
     return error, Node(origin, node.schema), keyword
+
+
+def _refers(node: Node, target: str) -> bool:
+    """Whether `node` is a `$ref` to `target`, as a message spells it."""
+    schema = node.schema
+    return isinstance(schema, dict) and unquote(str(schema["$ref"])) == unquote(target)
 
 
 # Signs of a message that says what is lacking; other messages: it is malformed.
@@ -325,7 +335,7 @@ def _alone(moved: Json, node: Node, options: dict[str, Json]) -> str:
     """A grammar for the one subschema `node` of the document that `_moved` has moved."""
     document: dict[str, Json] = {
         "$defs": {"root": moved},
-        "$ref": f"#/$defs/root{node.pointer}",
+        "$ref": f"#/$defs/root{quote(node.pointer, safe='/~')}",
     }
     return _json_grammar(document, options)
 
