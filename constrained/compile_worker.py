@@ -23,7 +23,6 @@ from . import frames
 Answer = tuple[dict[str, Any], bytes]
 Compile = Callable[[dict[str, Any]], Answer]  # raises ValueError: what is wrong with the grammar
 
-_NICE = 10  # whoever is served goes first
 _CPU_MARGIN_S = 30  # beyond the budget: the last resort, when nobody is left to kill us
 
 
@@ -32,7 +31,6 @@ def main() -> None:
     source = sys.stdin.buffer
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what engines print is no message
-    _yield_to_others()
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     first = frames.read(source)
     if first is None:
@@ -59,11 +57,6 @@ def _split(body: bytes, sizes: list[int]) -> list[bytes]:
         tokens.append(body[start : start + size])
         start += size
     return tokens
-
-
-def _yield_to_others() -> None:
-    if hasattr(os, "nice"):
-        os.nice(_NICE)
 
 
 def _end_with_parent(parent: int) -> None:

@@ -10,7 +10,7 @@ The default engine bounds itself and releases the interpreter lock while it comp
 enough and the step loop goes on. Engines that don't bound themselves compile in processes that are
 killed over their budget (see `worker_pool`). A thread can't be killed: a compile over its budget
 fails for those who wait, its worker is written off and another one takes its place; should it
-finish late, the result is kept.
+finish late, the result is kept. One that takes long gives way: the threads of steps go first.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .backend import CompiledGrammar, GrammarBackend, ManagedBackend
+from .priority import give_way
 from .spec import GrammarError, GrammarSpec
 from .vocabulary import Vocabulary
 from .weaken import compile_under_policy
@@ -43,6 +44,8 @@ class _Job:
     rank: int  # the lowest is compiled first
     num_waiting: int = 0  # requests not cancelled
     started: float | None = None  # when a worker took it
+    thread: int = 0  # of the worker, as the system counts them
+    stage: int = 0  # of its priority
     done: threading.Event = field(default_factory=threading.Event)
     result: CompiledGrammar | GrammarError | None = None
 
@@ -222,6 +225,8 @@ class GrammarCompiler:
         """Give up compiles over their budget, once each, whoever waits for them or not."""
         now = self._clock()
         for job in list(self._running):
+            if job.started is not None:
+                job.stage = give_way(job.thread, now - job.started, job.stage)
             if job.started is not None and now - job.started > self._budget_s:
                 _logger.warning("grammar %s is over its compile budget", job.key)
                 self._num_lost += 1
@@ -266,6 +271,8 @@ class GrammarCompiler:
                 with self._condition:
                     if job.result is None:
                         self._finish(job, result)
+                        if job.stage:  # which can't be taken back
+                            return
                         continue
                     self._num_lost -= 1  # given up on: another worker has our place
                     if not isinstance(result, GrammarError):
@@ -274,6 +281,8 @@ class GrammarCompiler:
         finally:
             with self._condition:
                 self._workers.discard(threading.current_thread())
+                if not self._is_closed:
+                    self._start_worker_if_needed()
 
     def _next_job(self) -> _Job | None:
         with self._condition:
@@ -286,6 +295,7 @@ class GrammarCompiler:
             job = min(self._queue, key=lambda waiting: waiting.rank)
             self._queue.remove(job)
             self._running.add(job)
+            job.thread = threading.get_native_id()
             return job
 
     def _prepare(self, spec: GrammarSpec) -> GrammarError | None:

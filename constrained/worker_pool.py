@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from . import frames
+from .priority import be_idle
 from .spec import GrammarError
 from .vocabulary import Vocabulary
 
 BUDGET_S = 1.8  # less than the compile service's own: it is told in time
 BUDGET_BYTES = 512 * 1024 * 1024
+_LIGHT_S = 0.15  # a compile that takes longer gives way to whatever else runs
 _START_S = 60.0  # an engine may load torch
 _LOOK_S = 0.01  # how often its memory is looked at
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -44,6 +46,7 @@ class _Worker:
         threading.Thread(target=self._read, name="palmette-grammar-worker", daemon=True).start()
         self._resting_bytes = 0
         self._is_ready = False
+        self.gives_way = False  # it goes on in low priority, and is replaced
         special = vocabulary.special_ids | set(vocabulary.stop_ids)
         texts = [b"" if i in special else t for i, t in enumerate(vocabulary.token_bytes)]
         header = {"sizes": [len(text) for text in texts], "stop_ids": list(vocabulary.stop_ids)}
@@ -77,13 +80,17 @@ class _Worker:
         self, header: dict[str, Any], budget_s: float, budget_bytes: int
     ) -> tuple[dict[str, Any], bytes] | str:
         """The answer, or why there is none; then the process is dead."""
-        deadline = time.monotonic() + budget_s
+        start = time.monotonic()
         self._send(header, b"")
         while True:
             try:
                 answer = self._answers.get(timeout=_LOOK_S)
             except queue.Empty:
-                if time.monotonic() > deadline:
+                spent_s = time.monotonic() - start
+                if spent_s > _LIGHT_S and not self.gives_way:
+                    self.gives_way = True
+                    be_idle(self.pid)
+                if spent_s > budget_s:
                     why = f"compiling takes longer than {budget_s} s"
                 elif self._num_bytes() - self._resting_bytes > budget_bytes:
                     why = f"compiling needs more than {budget_bytes >> 20} MiB"
@@ -176,11 +183,14 @@ class WorkerPool:
             worker.kill()
             self._drop(worker)
             raise
-        if isinstance(answer, str):
+        if isinstance(answer, str) or worker.gives_way:
+            worker.kill()
             self._drop(worker)
             self._give_back(self._take(vocabulary))  # the next one starts meanwhile
+        else:
+            self._give_back(worker)
+        if isinstance(answer, str):
             raise GrammarError(answer)
-        self._give_back(worker)
         if "error" in answer[0]:
             raise GrammarError(str(answer[0]["error"]))
         return answer
