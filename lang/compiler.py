@@ -69,6 +69,8 @@ class Tracing(NodeMaker):
         self.records: list[CallRecord] = []
         self._counts: dict[ValueId, int] = {}  # of gens with several choices
         self.branches: dict[ValueId, str] = {}
+        # of gens that were written before: most programs write the same ones again and again
+        self.planned: dict[tuple[GenArguments, RunDefaults | None], PlannedOptions] = {}
         self.chat = _format_of_marks(self.holes)
 
     def append(self, node: Node) -> None:
@@ -206,6 +208,15 @@ class TracingHost(Host):
         self.branches = tracing.branches
 
     def options(self, arguments: GenArguments) -> GenOptions:
+        if any(isinstance(value, Placeholder) for value in arguments):  # these have no hash
+            return self._planned(arguments)
+        key = arguments, self.defaults if self._is_inner else None
+        planned = self._tracing.planned.get(key)
+        if planned is None:
+            planned = self._tracing.planned[key] = self._planned(arguments)
+        return planned
+
+    def _planned(self, arguments: GenArguments) -> PlannedOptions:
         if self._is_inner:
             arguments = settled(arguments, self.defaults)
         given = GenArguments(*(self._given(name, getattr(arguments, name)) for name in _FIELDS))

@@ -182,7 +182,9 @@ def gen(
         if type is not None:
             raise ValueError("type: is given twice; the first argument is a name or a type")
         name, type = None, name
-    refuse_unused({key: value for key, value in locals().items() if key != "name"})
+    given = locals()
+    del given["name"]
+    refuse_unused(given)
     if reasoning_end == "":
         raise ValueError("reasoning_end: may not be empty")
     output = None if type is None else output_type(cast(Any, type))

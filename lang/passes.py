@@ -84,8 +84,8 @@ def _sources(node: Node) -> tuple[StateId, ...]:
     """The states that a node reads."""
     if isinstance(node, Call):
         return ()
-    if isinstance(node, Extend):
-        return (node.source, *_states_of([node.piece]))
+    if isinstance(node, Extend) and isinstance(node.piece, Splice | Quote):
+        return (node.source, node.piece.base, node.piece.tip)
     return (node.source,)
 
 
