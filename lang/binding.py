@@ -110,6 +110,17 @@ def bind(
 def _text(piece: Slot | Mark, arguments: Arguments, chat: ChatFormat, line: Line) -> Text:
     if isinstance(piece, Slot):
         return Text(arguments.text(piece), piece.trusted)
+    return text_of_piece(piece, chat, line)
+
+
+def text_of_piece(piece: Text | Mark, chat: ChatFormat, line: Line) -> Text:
+    """A constant piece as the chat template writes it.
+
+    Raises:
+        ValueError: the chat template has no place for a role; with the line.
+    """
+    if isinstance(piece, Text):
+        return piece
     try:
         if piece.is_opening:
             return Text(chat.opening(piece.previous, piece.role), True)

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from .arguments import SAMPLING_NAMES, split_defaults, unknown_argument
 from .backends import session_of
-from .binding import Arguments, bind, bound_value
+from .binding import Arguments, bind, bound_value, text_of_piece
+from .content import ManyTexts, extend, prompt_ids
 from .expressions import RunDefaults
 from .host import Host
 from .interpreter import Interpreter
-from .ir import Call, Extend, Gen, Node, Select
+from .ir import Call, Extend, Gen, Mark, Node, Select, Text
 from .outcome import Outcome
 from .outlook import BatchStart
-from .passes import critical_path
+from .passes import constant_texts, critical_path, first_slot
 from .program import Program
 from .programs import run_together
 from .served import RunsPrograms, can_be_sent, serve_program
@@ -83,11 +84,24 @@ def run_program_batch(
     rest, defaults = split_arguments(program, sampling)
     session = session_of(backend)
     batch = BatchStart(len(entries))
+    _announce(program, session, batch)
     given = [Arguments(program, {**rest, **_entry(program, entry)}) for entry in entries]
     starts = [
         partial(_start, program, arguments, defaults, session, batch=batch) for arguments in given
     ]
     return run_together(starts, session, max_active=max_active, progress_bar=progress_bar)
+
+
+def _announce(program: Program, session: Session, batch: BatchStart) -> None:
+    """Tell a batch what all of its programs begin with, before the first of them asks."""
+    content = session.root
+    for node in program.nodes[: first_slot(program.nodes)]:
+        if not isinstance(node, Extend) or not isinstance(node.piece, Text | Mark):
+            break
+        text, trusted = text_of_piece(node.piece, session.chat, node.line)
+        content = extend(content, text, trusted=trusted)
+    if content is not session.root and not isinstance(session.client, RunsPrograms):
+        batch.meet(prompt_ids(content, session.encoder))
 
 
 def _entry(
@@ -135,6 +149,8 @@ def _start(
         reading = serve_program(client, program, arguments, defaults, session, stream=stream)
     if reading is None:
         nodes = bind(program, arguments, defaults, session.chat)
+        if isinstance(client, ManyTexts):  # every question is a call of its own
+            session.encoder.remember(constant_texts(nodes))
         reading = _interpreted(nodes, session) if eager else recorded(nodes, session, batch)
     host = Host(reading=reading, session=session, chat=lambda: session.chat, defaults=defaults)
     return CompiledState(program, arguments, host)

@@ -200,8 +200,15 @@ class Encoder:
 
     def encode(self, text: str, *, trusted: bool) -> list[int]:
         """Ids of `text`. The list may be shared: do not change it."""
+        pieces = self._cut(text, trusted)
+        if len(pieces) == 1:
+            return self._encode_pieces(pieces, trusted)[0]
+        return [i for ids in self._encode_pieces(pieces, trusted) for i in ids]
+
+    def _cut(self, text: str, trusted: bool) -> list[str]:
+        """The pieces that are encoded each alone."""
         if len(text) <= self._PIECE or not self._may_split(trusted):
-            return self._encode_pieces([text], trusted)[0]
+            return [text]
         pieces: list[str] = []
         begin = 0
         for match in _LINE_START.finditer(text):
@@ -209,7 +216,19 @@ class Encoder:
                 pieces.append(text[begin : match.start()])
                 begin = match.start()
         pieces.append(text[begin:])
-        return [i for ids in self._encode_pieces(pieces, trusted) for i in ids]
+        return pieces
+
+    def remember(self, texts: Sequence[tuple[str, bool]]) -> None:
+        """Encode texts that will be asked for, with few calls; each with whether it is trusted."""
+        for trusted in (True, False):
+            pieces = [
+                piece
+                for text, is_trusted in texts
+                if is_trusted == trusted
+                for piece in self._cut(text, trusted)
+            ]
+            if pieces:
+                self._encode_pieces(pieces, trusted)
 
     def token_text(self, token_id: int) -> str:
         """Text of one id alone; U+FFFD where it is a part of a character."""

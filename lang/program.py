@@ -62,6 +62,10 @@ class Program:
         head = f"program {self.name}({given})" if given else f"program {self.name}"
         return "\n".join([head, *map(format_node, self.nodes)])
 
+    def print_graph(self) -> None:
+        """Print the operations; SGLang's name for it."""
+        print(self)
+
     @property
     def arg_names(self) -> list[str]:
         return [parameter.name for parameter in self.parameters]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import palmette as pm
+from palmette.lang.ir import Call
 from palmette.lang.testing import FakeModel
 from palmette.runtime.client import EngineClient, LocalClient
 from palmette.runtime.fake_runner import fake_engine
@@ -112,6 +113,10 @@ def test_lazy_and_eager_agree_on_the_fake_model(ops: list[Op]) -> None:
     assert got == observed(
         compiled.run(backend=(other := FakeModel(answer)), eager=True), decode=other
     )
+    if not any(isinstance(node, Call) for node in compiled.nodes):
+        again = pm.Program.from_json(compiled.to_json())
+        assert again.id == compiled.id
+        assert got == observed(again.run(backend=(other := FakeModel(answer))), decode=other)
     # Ids are given out as pieces appear, so requests are compared as texts.
     assert sorted(call.prompt for call in lazy.calls) == sorted(call.prompt for call in eager.calls)
 
