@@ -23,7 +23,9 @@ if TYPE_CHECKING:
         get_server_info,
         set_default_backend,
     )
+    from palmette.lang.beam import Beam, beam
     from palmette.lang.choices import (
+        constrained_likelihood,
         greedy_token_selection,
         token_length_normalized,
         unconditional_likelihood_normalized,
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "AsyncFunction": "palmette.lang.async_programs",
     "AsyncState": "palmette.lang.async_state",
+    "Beam": "palmette.lang.beam",
     "ConcretizationError": "palmette.lang.errors",
     "Engine": "palmette.runtime.engine",
     "EngineConfig": "palmette.runtime.config",
@@ -80,6 +83,8 @@ _PUBLIC = {
     "assistant": "palmette.lang.roles",
     "assistant_begin": "palmette.lang.roles",
     "assistant_end": "palmette.lang.roles",
+    "beam": "palmette.lang.beam",
+    "constrained_likelihood": "palmette.lang.choices",
     "explain": "palmette.lang.explain",
     "flush_cache": "palmette.lang.backends",
     "format_tree": "palmette.lang.explain",
@@ -108,6 +113,7 @@ _MODULES = frozenset({"testing"})  # public names that are modules themselves
 __all__ = [
     "AsyncFunction",
     "AsyncState",
+    "Beam",
     "ConcretizationError",
     "Engine",
     "EngineConfig",
@@ -128,6 +134,8 @@ __all__ = [
     "assistant",
     "assistant_begin",
     "assistant_end",
+    "beam",
+    "constrained_likelihood",
     "explain",
     "flush_cache",
     "format_tree",

@@ -1,11 +1,12 @@
-"""How `select` decides: three methods over the log-probabilities of the choices' tokens.
+"""How `select` decides: methods over the log-probabilities of the choices' tokens.
 
-The methods and their names are those of SGLang's frontend. Each gets, per choice, at least one
+Three of them and their names are those of SGLang's frontend. Each gets, per choice, at least one
 scored token with a real log-probability; see `calls.SelectCall`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -100,6 +101,50 @@ class UnconditionalLikelihoodNormalized:
         return Decision(index=_argmax(gains), meta=meta)
 
 
+@dataclass(frozen=True, slots=True)
+class ConstrainedLikelihood:
+    """The choice that decoding constrained to the choices gives with the largest probability.
+
+    Where choices part, the probabilities of the tokens that lead to some choice are scaled to sum
+    to 1; a token that must come costs nothing, so the length of a choice does not count. A choice
+    that others go on from ends there with what those leave. Exact: each token is conditioned on all
+    before it, and `choice_probabilities` in the meta information sum to 1.
+    """
+
+    needs_unconditional: bool = False
+
+    def __call__(self, scores: ChoiceScores) -> Decision:
+        logprobs = [0.0] * len(scores.scores)
+        groups = [(list(range(len(scores.scores))), 0)]
+        while groups:
+            rows, depth = groups.pop()
+            children: dict[int, list[int]] = {}
+            ended = [row for row in rows if len(scores.scores[row]) == depth]
+            for row in rows:
+                if len(scores.scores[row]) > depth:
+                    children.setdefault(scores.scores[row][depth].token_id, []).append(row)
+            steps = [scores.scores[child[0]][depth].logprob for child in children.values()]
+            branches = list(children.values())
+            groups += [(branch, depth + 1) for branch in branches]
+            if ended:
+                left = 1.0 - sum(map(math.exp, steps))
+                steps.append(math.log(left) if left > 0.0 else -math.inf)
+                branches.append(ended)
+            total = _log_sum(steps)
+            for branch, step in zip(branches, steps, strict=True):
+                for row in branch:
+                    logprobs[row] += step - total
+        probabilities = [math.exp(logprob) for logprob in logprobs]
+        return Decision(index=_argmax(logprobs), meta={"choice_probabilities": probabilities})
+
+
+def _log_sum(logprobs: Sequence[float]) -> float:
+    """The logarithm of the sum of probabilities, of which one at least is above 0."""
+    top = max(logprobs)
+    return top + math.log(sum(math.exp(logprob - top) for logprob in logprobs))
+
+
+constrained_likelihood = ConstrainedLikelihood()
 token_length_normalized = TokenLengthNormalized()
 greedy_token_selection = GreedyTokenSelection()
 unconditional_likelihood_normalized = UnconditionalLikelihoodNormalized()

@@ -32,6 +32,7 @@ from .ir import (
     Splice,
     StateId,
     Text,
+    Tokens,
     ValueId,
 )
 from .outlook import BatchStart, Lookahead, Outlook
@@ -218,6 +219,8 @@ class ProgramRun:
                 if isinstance(result, Result)
                 else result
             )
+        elif isinstance(piece, Tokens):
+            target = Content(source, piece.text, piece.token_ids, False)
         elif isinstance(piece, Splice | Quote):
             target = self._copy(piece, source, node)
         else:

@@ -29,6 +29,7 @@ from .ir import (
     Splice,
     StateId,
     Text,
+    Tokens,
     ValueId,
 )
 from .meta import Meta
@@ -132,6 +133,8 @@ class Interpreter:
             case Insert():
                 text = self.result(piece.value).inserted(piece.which)
                 return extend(source, text, trusted=piece.trusted)
+            case Tokens():
+                return Content(source, piece.text, piece.token_ids, False)
             case Splice():
                 base, tip = self.content(piece.base), self.content(piece.tip)
                 return splice(source, base=base, tip=tip)

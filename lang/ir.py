@@ -59,6 +59,13 @@ class Splice(NamedTuple):
     tip: StateId
 
 
+class Tokens(NamedTuple):
+    """Exactly these ids, whose text is `text`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
 class Quote(NamedTuple):
     """The text between two states of one line of descent, as constant text."""
 
@@ -84,7 +91,7 @@ class Mark(NamedTuple):
 
 
 # Slots and marks stand in compiled programs only; a run has texts in their places.
-Piece: TypeAlias = Text | Insert | Splice | Quote | Slot | Mark
+Piece: TypeAlias = Text | Insert | Splice | Tokens | Quote | Slot | Mark
 
 
 class Template(str):
@@ -206,6 +213,8 @@ def _format_piece(piece: Piece) -> str:
             return f"<{piece.role}>" if piece.is_opening else f"</{piece.role}>"
         case Splice():
             return f"%{piece.base}..%{piece.tip}"
+        case Tokens():
+            return f"tokens {_shorten(piece.text)}"
 
 
 def _format_name(name: str | None) -> str:

@@ -21,6 +21,7 @@ from .arguments import stop_of
 from .chat import ROLES
 from .choices import (
     ChoicesMethod,
+    constrained_likelihood,
     greedy_token_selection,
     token_length_normalized,
     unconditional_likelihood_normalized,
@@ -44,6 +45,7 @@ from .ir import (
     StateId,
     Template,
     Text,
+    Tokens,
     ValueId,
 )
 from .placeholders import FORMAT
@@ -76,6 +78,7 @@ from .program_wire import (
 )
 
 _METHODS: Mapping[str, ChoicesMethod] = {
+    "constrained_likelihood": constrained_likelihood,
     "token_length_normalized": token_length_normalized,
     "greedy_token_selection": greedy_token_selection,
     "unconditional_likelihood_normalized": unconditional_likelihood_normalized,
@@ -189,6 +192,8 @@ def _extension(piece: Piece, base: dict[str, Any]) -> AnyNode:
             return QuoteNode(base=piece.base, tip=piece.tip, trusted=piece.trusted, **base)
         case Splice():
             return SpliceNode(base=piece.base, tip=piece.tip, **base)
+        case Tokens():
+            raise ValueError(f"token ids ({piece.text!r:.60}) have no form as JSON")
         case Mark():
             return MarkNode(**piece._asdict(), **base)
 

@@ -20,7 +20,7 @@ from .expressions import (
     as_expr,
 )
 from .host import Bound, Gathered, Host, Turn, caller_line
-from .ir import ROOT, Line, Splice, StateId, Text, ValueId
+from .ir import ROOT, Line, Splice, StateId, Text, Tokens, ValueId
 from .scopes import CopyScope, RoleScope, VariableScope
 
 Forker: TypeAlias = "Callable[[int], Expr | str] | Sequence[Expr | str]"
@@ -258,6 +258,9 @@ class StateWriter:
     def _append_text(self, text: str, trusted: bool, line: Line) -> None:
         if text:
             self._state = self._host.reading.extend(self._state, Text(text, trusted), line)
+
+    def _append_tokens(self, text: str, token_ids: tuple[int, ...], line: Line) -> None:
+        self._state = self._host.reading.extend(self._state, Tokens(text, token_ids), line)
 
     def _splice(self, base: StateId, tip: StateId, line: Line) -> None:
         if base != tip:

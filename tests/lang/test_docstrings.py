@@ -18,6 +18,7 @@ WITH_EXAMPLE = [
     pm.system,
     pm.user,
     pm.assistant,
+    pm.beam,
     pm.explain,
     pm.Function.run_batch,
     pm.Function.compile,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from palmette.lang.choices import ChoiceScores, ChoicesMethod, Score
 from palmette.lang.testing import FakeModel
 
 METHODS = [
+    pm.constrained_likelihood,
     pm.token_length_normalized,
     pm.greedy_token_selection,
     pm.unconditional_likelihood_normalized,
@@ -157,3 +159,35 @@ def test_unconditional_takes_the_largest_gain() -> None:
     decision = method(scores([-1.0], [-2.0], unconditional=[[-1.5], [-6.0]]))
     assert decision.index == 1
     assert decision.meta["normalized_unconditional_prompt_logprobs"] == [0.5, 4.0]
+
+
+def tokens(*paths: list[tuple[str, float]]) -> ChoiceScores:
+    """Choices as paths of (token, probability given what is before)."""
+    rows = tuple(tuple(Score(math.log(p), ord(t), t) for t, p in path) for path in paths)
+    return ChoiceScores(choices=tuple("".join(t for t, _ in path) for path in paths), scores=rows)
+
+
+def probabilities(scores: ChoiceScores) -> list[float]:
+    found = pm.constrained_likelihood(scores).meta["choice_probabilities"]
+    assert isinstance(found, list)
+    return [round(p, 12) for p in found]
+
+
+def test_constrained_likelihood_is_that_of_decoding_among_the_choices() -> None:
+    scores = tokens([("a", 0.2), ("x", 0.5)], [("a", 0.2), ("y", 0.1)], [("b", 0.6)])
+    assert probabilities(scores) == [round(p, 12) for p in (0.25 * 5 / 6, 0.25 / 6, 0.75)]
+    assert pm.constrained_likelihood(scores).index == 2
+
+
+def test_constrained_likelihood_has_no_length_bias() -> None:
+    tail = [("c", 0.001)] * 20  # must come, so it costs nothing
+    assert probabilities(tokens([("a", 0.6), *tail], [("b", 0.3)])) == [
+        round(p, 12) for p in (2 / 3, 1 / 3)
+    ]
+    assert pm.token_length_normalized(tokens([("a", 0.6), *tail], [("b", 0.3)])).index == 1
+
+
+def test_a_choice_that_another_goes_on_from_ends_with_what_is_left() -> None:
+    assert probabilities(tokens([("a", 0.5)], [("a", 0.5), ("b", 0.25)])) == [0.75, 0.25]
+    assert probabilities(tokens([("a", 0.5)], [("a", 0.5), ("b", 1.0)])) == [0.0, 1.0]
+    assert probabilities(tokens([("a", 0.5)])) == [1.0]
