@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
+from . import lookahead
 from .gbnf import gbnf_to_lark
 from .limits import GrammarLimits
 from .llguidance_grammar import GrammarText, json_part, lark_grammar, regex_text
@@ -63,6 +64,8 @@ def tag_text(
         return json_part(text)
 
     def regex(part: Regex) -> str:
+        if lookahead.to_lark(part.pattern, lambda text: text) is not None:
+            raise GrammarError("look-ahead has no place inside a tag", pointer=part.pointer)
         try:
             prepare(alone_of(part))
             return regex_text(part.pattern, limits)

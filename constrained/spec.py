@@ -228,7 +228,8 @@ class GrammarError(ValueError):
     """A grammar that cannot be enforced.
 
     `reason` says why, `suggestion` is the way out; the message is both and the pointer. `pointer`
-    is the JSON pointer into a schema (RFC 6901), or None for other kinds. `keyword` stands there.
+    is the JSON pointer into a schema (RFC 6901), or None for other kinds. `keyword` stands there:
+    the last key of the pointer, unless told.
     `can_weaken`: without the keyword the rest can be enforced, see `Policy`.
     """
 
@@ -246,7 +247,7 @@ class GrammarError(ValueError):
         super().__init__(message if pointer is None else f"{message} (at {pointer or '/'})")
         self.reason = reason
         self.pointer = pointer
-        self.keyword = keyword
+        self.keyword = keyword or _last_key(pointer)
         self.suggestion = suggestion
         self.can_weaken = can_weaken
         self.root = root  # pointer of the schema, where it is part of a larger document
@@ -270,6 +271,12 @@ class GrammarError(ValueError):
             can_weaken=self.can_weaken,
             root=prefix + self.root,
         )
+
+
+def _last_key(pointer: str | None) -> str | None:
+    """The key that a pointer ends with, places in lists left out."""
+    keys = [key for key in (pointer or "").split("/") if key and not key.isdecimal()]
+    return keys[-1].replace("~1", "/").replace("~0", "~") if keys else None
 
 
 class OptionError(GrammarError):

@@ -88,7 +88,8 @@ def _read(value: Json, pointer: str) -> Part:
         raise GrammarError("a format has a type", pointer=f"{pointer}/type")
     if kind in _TOKEN_FORMATS:
         raise GrammarError(
-            f"{kind}: formats of token ids are not supported; name the text of the tokens",
+            f"{kind}: formats of token ids are not supported",
+            suggestion="name the text of the tokens",
             pointer=f"{pointer}/type",
         )
     if kind not in _READERS:
@@ -118,7 +119,9 @@ def _read_json_schema(value: dict[str, Json], pointer: str) -> Part:
             )
         return qwen_parameters(schema, where)
     raise GrammarError(
-        f"style {style!r:.40} is not supported; use json or qwen_xml", pointer=f"{pointer}/style"
+        f"style {style!r:.40} is not supported",
+        pointer=f"{pointer}/style",
+        suggestion="use json or qwen_xml",
     )
 
 
@@ -137,7 +140,8 @@ def _read_grammar(value: dict[str, Json], pointer: str) -> Part:
 def _read_any_text(value: dict[str, Json], pointer: str) -> Part:
     if value.get("max_tokens") is not None:
         raise GrammarError(
-            "max_tokens: free text is not counted in tokens; use max_chars",
+            "max_tokens: free text is not counted in tokens",
+            suggestion="use max_chars",
             pointer=f"{pointer}/max_tokens",
         )
     most = value.get("max_chars")
@@ -183,7 +187,8 @@ def _read_tag(value: dict[str, Json], pointer: str) -> Tag:
     for name in ("begin", "end"):
         if isinstance(value.get(name), dict):
             raise GrammarError(
-                f"{name}: token ids are not supported; name the text of the token",
+                f"{name}: token ids are not supported",
+                suggestion="name the text of the token",
                 pointer=f"{pointer}/{name}",
             )
     end = value.get("end")

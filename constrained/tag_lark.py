@@ -362,13 +362,15 @@ class TagWriter:
         if isinstance(left, Rule) and isinstance(right, Rule):
             if left.ends_json and right.starts_json:  # the engine takes blanks between them
                 raise GrammarError(
-                    "JSON follows JSON; put a text between them", pointer=left.pointer
+                    "JSON follows JSON",
+                    pointer=left.pointer,
+                    suggestion="put a text between them",
                 )
         if isinstance(left, Rule) and left.last:
             if right.first is None or set(left.last) & set(right.first):
                 raise GrammarError(
-                    "where a number ends can't be told from what may follow it; let the text "
-                    "after it begin otherwise",
+                    "where a number ends can't be told from what may follow it",
+                    suggestion="let the text after it begin otherwise",
                     pointer=left.pointer,
                 )
         tail = tail_of(left)
@@ -397,9 +399,9 @@ class TagWriter:
         if rest is not None and short.after is not None and not set(rest) & set(short.after):
             return
         raise GrammarError(
-            "this option and another one begin alike; let them differ from the start, or put "
-            "what they share before the choice",
+            "this option and another one begin alike",
             pointer=one.pointer,
+            suggestion="let them differ from the start, or put what they share before the choice",
         )
 
     def _has_none(self, source: str) -> bool:

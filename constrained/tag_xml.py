@@ -30,7 +30,8 @@ def qwen_parameters(schema: Json, pointer: str) -> Part:
     for keyword in schema:
         if keyword not in _KNOWN:
             raise GrammarError(
-                f"qwen_xml: {keyword} can't be had here; use the style json",
+                f"qwen_xml: {keyword} can't be had here",
+                suggestion="use the style json",
                 pointer=f"{pointer}/{escape(keyword)}",
             )
     properties = schema.get("properties", {})
@@ -65,8 +66,8 @@ def _parameter(name: str, schema: Json, where: str, shared: dict[str, Json], roo
         content = Choice(where, tuple(Const(where, text) for text in choices))
     elif _may_be_text(schema):
         raise GrammarError(
-            "qwen_xml: limits of a text, or of what may be one, can't be had here; use the style "
-            "json",
+            "qwen_xml: limits of a text, or of what may be one, can't be had here",
+            suggestion="use the style json",
             pointer=where,
         )
     elif isinstance(given, dict):

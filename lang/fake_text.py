@@ -12,7 +12,7 @@ from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any, cast
 
-from palmette.constrained.spec import GrammarKind, GrammarSpec
+from palmette.constrained.spec import GrammarKind, GrammarSpec, Whitespace
 
 _MAX_DEPTH = 32
 
@@ -32,9 +32,18 @@ def shortest(spec: GrammarSpec) -> str:
             return "{}"
         case GrammarKind.JSON_SCHEMA:
             schema: object = json.loads(spec.source)
-            return json.dumps(_instance(schema, schema, 0), ensure_ascii=False)
+            return _laid_out(spec, _instance(schema, schema, 0))
         case _:
             raise ValueError(f"FakeModel makes no text for a {spec.kind} grammar; script one")
+
+
+def _laid_out(spec: GrammarSpec, value: object) -> str:
+    match spec.whitespace:
+        case Whitespace.COMPACT:
+            return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        case Whitespace.INDENT:
+            return json.dumps(value, ensure_ascii=False, indent=spec.indent)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def satisfies(spec: GrammarSpec, text: str) -> bool:

@@ -110,3 +110,19 @@ def test_an_async_host_function_is_an_error_of_its_value() -> None:
     state = program.run(backend=FakeModel())
     with pytest.raises(pm.ProgramError, match="async"):
         state["b"]
+
+
+@pytest.mark.parametrize(
+    ("whitespace", "text"), [("compact", '{"a":[1]}'), ("indent=1", '{\n "a": [\n  1\n ]\n}')]
+)
+def test_a_fake_model_keeps_to_the_layout(whitespace: str, text: str) -> None:
+    schema = {
+        "properties": {"a": {"type": "array", "items": {"const": 1}, "minItems": 1}},
+        "required": ["a"],
+    }
+
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen("a", json_schema=schema, whitespace=whitespace)
+
+    assert program.run(backend=FakeModel())["a"] == text
