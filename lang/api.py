@@ -17,9 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from .base_function import BaseFunction
-from .compiler import compile_function
-from .passes import optimised
-from .program import Program
 from .programs import run_many, run_one
 from .state import ProgramState
 
@@ -144,30 +141,6 @@ class Function(BaseFunction):
             progress_bar=progress_bar,
         )
         return states if generator_style else list(states)
-
-    def trace(self, *args: object, **kwargs: object) -> Program:
-        """Record the program with these arguments; `print` shows its operations.
-
-        Raises:
-            ConcretizationError: the program needs a text that no model has generated.
-        """
-        self._check_names(kwargs, self.arg_names)
-        given = self._signature.bind(None, *args, **{**self.bound, **kwargs})
-        return compile_function(self.func, self._signature, given.kwargs, given.args[1:])
-
-    def compile(self, *, backend: Backend | None = None, **constants: object) -> Program:
-        """Record the program once, to be run with many arguments.
-
-        >>> program = ask.compile()
-        >>> state = program.run(question="Which planet is the largest?")
-
-        Arguments that the function looks at belong into `constants`. `backend` changes nothing.
-
-        Raises:
-            ConcretizationError: a value is needed that is not known yet; names the line.
-        """
-        self._check_names(constants, self.arg_names)
-        return optimised(compile_function(self.func, self._signature, {**self.bound, **constants}))
 
 
 class _Decorator(Protocol):

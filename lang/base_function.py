@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from .arguments import (
     SAMPLING_NAMES,
@@ -12,8 +13,14 @@ from .arguments import (
     takes_any,
     unknown_argument,
 )
+from .compiler import compile_function
 from .expressions import RunDefaults
+from .passes import optimised
+from .program import Program
 from .programs import Call
+
+if TYPE_CHECKING:
+    from .backends import Backend
 
 _BATCH_NAMES = ("generator_style", "num_threads", "progress_bar", "backend", *SAMPLING_NAMES)
 
@@ -41,6 +48,30 @@ class BaseFunction:
         self.arg_names = names[1:]
         self.__name__ = func.__name__
         self.__doc__ = func.__doc__
+
+    def trace(self, *args: object, **kwargs: object) -> Program:
+        """Record the program with these arguments; `print` shows its operations.
+
+        Raises:
+            ConcretizationError: the program needs a text that no model has generated.
+        """
+        self._check_names(kwargs, self.arg_names)
+        given = self._signature.bind(None, *args, **{**self.bound, **kwargs})
+        return compile_function(self.func, self._signature, given.kwargs, given.args[1:])
+
+    def compile(self, *, backend: Backend | None = None, **constants: object) -> Program:
+        """Record the program once, to be run with many arguments.
+
+        >>> program = ask.compile()
+        >>> state = program.run(question="Which planet is the largest?")
+
+        Arguments that the function looks at belong into `constants`. `backend` changes nothing.
+
+        Raises:
+            ConcretizationError: a value is needed that is not known yet; names the line.
+        """
+        self._check_names(constants, self.arg_names)
+        return optimised(compile_function(self.func, self._signature, {**self.bound, **constants}))
 
     def _call(
         self, args: tuple[object, ...], kwargs: Mapping[str, object]

@@ -71,6 +71,29 @@ def run_program(
     return _start(program, every, defaults, session, eager=eager, stream=stream)
 
 
+async def run_program_async(
+    program: Program, given: Mapping[str, object], *, backend: Backend | None
+) -> ProgramState:
+    """One run, to its end.
+
+    Raises:
+        TypeError: an argument is missing, or nothing takes it.
+    """
+    import asyncio  # only who runs in an event loop pays for it
+
+    session = session_of(backend)
+    if isinstance(session.client, RunsPrograms):  # to register it takes an HTTP call
+        await asyncio.to_thread(session.client.takes_program, program)
+    state = run_program(program, given, backend=backend, stream=False, eager=False)
+    host = state._host
+    try:
+        await session.driver.until(lambda: host.reading.is_done, host.watched)
+    except BaseException:
+        session.give_up(host.reading.sinks)
+        raise
+    return state
+
+
 def run_program_batch(
     program: Program,
     entries: Sequence[Mapping[str, object] | Sequence[object]],

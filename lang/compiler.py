@@ -44,6 +44,7 @@ from .program import Given, Item, Parameter, Program
 from .session import Sink
 from .state import ProgramState
 from .trace import NodeMaker
+from .writer import StateWriter
 
 _EMPTY = inspect.Parameter.empty
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -297,7 +298,12 @@ def compile_function(
         ConcretizationError: it needs a value that is not known yet; names the line.
     """
     tracing = Tracing()
-    state = ProgramState(TracingHost(tracing, RunDefaults()))
+    host = TracingHost(tracing, RunDefaults())
+    state: StateWriter = ProgramState(host)
+    if inspect.iscoroutinefunction(func):
+        from .async_tracing import TracedAsyncState, finished  # asyncio is slow to import
+
+        state, func = TracedAsyncState(host), finished(func)
     parameters = _parameters(signature, constants, len(args))
     given = {parameter.name: Arg.of(parameter.name, tracing.holes) for parameter in parameters}
     token = _TRACING.set(tracing)

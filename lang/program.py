@@ -103,6 +103,15 @@ class Program:
 
         return run_program(self, kwargs, backend=backend, stream=stream, eager=eager)
 
+    async def run_async(self, *, backend: Backend | None = None, **kwargs: Any) -> ProgramState:
+        """Run in the event loop, which goes on meanwhile; all can then be read without waiting.
+
+        Cancelling aborts the run.
+        """
+        from .compiled import run_program_async
+
+        return await run_program_async(self, kwargs, backend=backend)
+
     def stream(self, *, backend: Backend | None = None, **kwargs: Any) -> Iterator[str]:
         """The text of the program's state as it comes."""
         return self.run(backend=backend, stream=True, **kwargs).text_iter()

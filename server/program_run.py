@@ -40,8 +40,9 @@ from palmette.runtime.request import (
 from .auth import Owner
 from .calls import ProgramCall
 from .context import ServerContext
-from .errors import invalid
+from .errors import invalid, unavailable
 from .limits import MAX_PRIORITY
+from .remote_engine import EngineUnavailable
 from .sse import HEARTBEAT, event
 
 Event = dict[str, Any]
@@ -331,6 +332,9 @@ async def whole(run: ServedRun, call: ProgramCall) -> Event:
 
 async def streamed(run: ServedRun, call: ProgramCall, *, with_text: bool) -> AsyncIterator[bytes]:
     """Events: `text` and `call` as they come, then one `end`."""
-    async for told in run.events(call, with_text=with_text):
-        yield HEARTBEAT if told is None else event(told)
+    try:
+        async for told in run.events(call, with_text=with_text):
+            yield HEARTBEAT if told is None else event(told)
+    except EngineUnavailable as error:  # behind the first event there is no status to set
+        raise unavailable(error) from None
     yield event({"event": "end", "id": call.call_id, **run.answer()})

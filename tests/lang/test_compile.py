@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Callable
@@ -230,3 +231,45 @@ def test_a_failed_call_is_told_as_in_the_function() -> None:
     with pytest.raises(pm.ProgramError, match=r"gen 'bad' failed: no(.|\n)*test_compile.py"):
         state["bad"]
     assert isinstance(state.error(), pm.ProgramError)
+
+
+def test_async_programs_compile_too() -> None:
+    @pm.function
+    async def inner(s: pm.AsyncState, word: str) -> str:
+        s += f"[{word}" + pm.gen("in", max_tokens=2) + "]"
+        return word
+
+    @pm.function
+    async def program(s: pm.AsyncState, word: str) -> object:
+        s += "a" + pm.gen("x")
+        forks = s.fork(2)
+        forks += [f" {word}{i}" + pm.gen("leaf") for i in range(2)]
+        forks.join()
+        s += "; ".join(await s["leaf"]) + await inner(s, word)
+        return [await s["x"], await s.text()]
+
+    compiled = program.compile()
+    state = compiled.run(word="w", backend=FakeModel())
+    wanted = program.run("w", backend=FakeModel())
+    assert (state.text(), state["leaf"]) == (wanted.text(), wanted["leaf"])
+    assert state.ret_value == wanted.ret_value
+
+    @pm.function
+    async def waiting(s: pm.AsyncState) -> None:
+        await asyncio.sleep(0)
+
+    with pytest.raises(pm.ConcretizationError, match="what the program waits for"):
+        waiting.compile()
+
+
+def test_a_compiled_program_runs_in_an_event_loop() -> None:
+    program = judge.compile()
+
+    async def main() -> list[pm.ProgramState]:
+        model = FakeModel()
+        runs = [program.run_async(essay=f"e{i}", backend=model) for i in range(5)]
+        return await asyncio.gather(*runs)
+
+    states = asyncio.run(main())
+    wanted = [judge.run(f"e{i}", backend=FakeModel()) for i in range(5)]
+    assert [state.text() for state in states] == [state.text() for state in wanted]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import random
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -346,3 +350,102 @@ def test_an_interrupted_program_ends_on_the_server(start_server: StartServer) ->
         state["a"]
     server.wait_idle()
     client.close()
+
+
+@pm.function
+def random_program(s: pm.ProgramState, word: str, seed: int) -> object:
+    draw = random.Random(seed)
+    write(s, word, draw, depth=0)
+    return [s.text(), word]
+
+
+def write(s: pm.ProgramState, word: str, draw: random.Random, depth: int) -> None:
+    for _ in range(draw.randint(1, 5)):
+        match draw.randint(0, 7 if depth < 2 else 4):
+            case 0:
+                s += draw.choice([" text", "\n", word, f"<{word}>"])
+            case 1:
+                stop = draw.choice([None, "k", word])
+                s += pm.gen(draw.choice("ab"), max_tokens=draw.randint(1, 6), stop=stop)
+            case 2:
+                s += pm.select("c", [word, "one", "two"])
+            case 3:
+                s += pm.user(word) + pm.assistant(pm.gen("d", n=draw.randint(1, 2), max_tokens=3))
+            case 4:
+                with s.var_scope("e"):
+                    s += "(" + pm.gen(max_tokens=2) + ")"
+                s += s["e"]
+            case _:
+                forks = s.fork(draw.randint(1, 3))
+                for fork in forks:
+                    write(fork, word, draw, depth + 1)
+                if draw.random() < 0.7:
+                    forks.join(draw.choice(["gather_variable", "concate_and_append"]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs_give_the_same_there_and_here(
+    seed: int, client: pm.RuntimeEndpoint, local: EngineClient
+) -> None:
+    program = random_program.compile(seed=seed)
+    remote, here = (program.run(word="wo", backend=one) for one in (client, local))
+    plain = random_program.run("wo", seed, backend=local, eager=True)
+    assert remote.text() == here.text() == plain.text()
+    assert remote.token_ids() == here.token_ids() == plain.token_ids()
+    assert remote.messages() == here.messages() == plain.messages()
+    names = [name for name in "abcde" if name in remote]
+    assert [remote[name] for name in names] == [plain[name] for name in names]
+    assert remote.ret_value == here.ret_value
+
+
+def test_a_forecast_for_a_server(client: pm.RuntimeEndpoint) -> None:
+    assert client.flush_cache()
+    forecast = everything.compile().explain(question="why?", backend=client, analyze=True)
+    assert forecast.is_exact
+    assert forecast.cached_tokens > 0
+
+
+def test_a_program_in_an_event_loop(client: pm.RuntimeEndpoint) -> None:
+    async def main() -> list[pm.ProgramState]:
+        program = asking.compile()
+        runs = [program.run_async(question="hello", backend=client) for _ in range(3)]
+        return await asyncio.gather(*runs)
+
+    assert [state["answer"] for state in asyncio.run(main())] == ["fgh"] * 3
+
+
+def test_a_server_that_dies_ends_the_wait(start_server: StartServer) -> None:
+    server = start_server(engine={"model": "script=letters&delay=0.01"})
+    client = pm.RuntimeEndpoint(server.url)
+
+    @pm.function
+    def slow(s: pm.ProgramState, question: str) -> None:
+        s += question + pm.gen("a", max_tokens=1500)
+
+    state = slow.compile().run(question="hello", backend=client, stream=True)
+    assert next(state.text_iter("a"))
+    server.process.kill()
+    with pytest.raises(pm.ProgramError) as caught:
+        state["a"]
+    assert caught.value.code == "unreachable"
+    with pytest.raises(pm.ProgramError):
+        slow.compile().run(question="again", backend=client)["a"]
+    client.close()
+
+
+def test_an_engine_that_dies_ends_the_run(start_server: StartServer) -> None:
+    server = start_server(engine={"model": "script=letters&delay=0.01"})
+
+    @pm.function
+    def slow(s: pm.ProgramState, question: str) -> None:
+        s += question + pm.gen("a", max_tokens=1500) + pm.gen("b", max_tokens=3)
+
+    path = f"/v1/programs/{register(server, slow)}/run"
+    body = {"arguments": {"question": "hello"}, "stream": True}
+    with server.client.stream("POST", path, json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        os.kill(server.engine_pid, signal.SIGKILL)
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]"
+    assert '"code":"unavailable"' in "".join(rest)
