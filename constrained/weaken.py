@@ -60,25 +60,32 @@ class _Weakened:
         Raises:
             GrammarError: `error`, when there is no such part.
         """
-        if not error.can_weaken or error.pointer is None or error.keyword is None:
+        if not error.can_weaken or error.pointer is None:
             raise error
         document: Json = json.loads(source)
         schema = _at(document, error.root)
+        if not isinstance(schema, dict):
+            raise error
+        graph = _Graph(schema)
+        self._weaken(graph, schema, error)
+        if error.keyword == "$ref":  # one seldom comes alone
+            while (found := graph.unknown()) is not None and len(self.issues) < _MAX_WEAKENED:
+                self._weaken(graph, schema, found.below(error.root))
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+
+    def _weaken(self, graph: _Graph, schema: SchemaObject, error: GrammarError) -> None:
+        if error.pointer is None or error.keyword is None:
+            raise error
         place = _holder(error.pointer[len(error.root) :], error.keyword)
         target = None if place is None else _at(schema, place)
-        if not isinstance(schema, dict) or not isinstance(target, dict):
+        if place is None or not isinstance(target, dict) or error.keyword not in target:
             raise error
-        if error.keyword not in target:
-            raise error
-        assert place is not None
-        graph = _Graph(schema)
         if not graph.reaches(target):
             raise error  # it stands elsewhere in the document
         self._turn(graph, target, error)
         if graph.reaches(target):
             self._add(error.root + place, error.keyword, error)
             self._drop(target, error.root + place, error.keyword)
-        return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
 
     def _turn(self, graph: _Graph, target: SchemaObject, error: GrammarError) -> None:
         """Weaken what a weaker `target` would make stricter, the outermost first."""
@@ -132,6 +139,18 @@ class _Graph:
     def __init__(self, document: SchemaObject):
         self._root = Node("", document)
         self._resolver = Resolver(document, draft_of(document) or Draft.DRAFT2020)
+
+    def unknown(self) -> GrammarError | None:
+        """The error of a `$ref` that leads out of the document, if one is left."""
+        for node, _ in self._walk():
+            reference = node.schema.get("$ref") if isinstance(node.schema, dict) else None
+            if isinstance(reference, str):
+                try:
+                    self._resolver.follow(node, reference)
+                except GrammarError as error:
+                    if error.can_weaken:
+                        return error
+        return None
 
     def reaches(self, target: SchemaObject) -> bool:
         return any(node.schema is target for node, _ in self._walk())

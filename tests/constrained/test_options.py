@@ -194,6 +194,20 @@ def test_without_need_lenient_is_strict(compiler: GrammarCompiler, accepts: Acce
     assert accepts(lenient, "[1,2]")
 
 
+def test_many_remote_parts_are_weakened_at_once(compiler: GrammarCompiler) -> None:
+    schema = {"allOf": [{"$ref": f"https://example.com/{i}"} for i in range(90)]}
+    warnings = compiler.get(GrammarSpec.json_schema(schema, policy="lenient")).warnings
+    assert [issue.pointer for issue in warnings] == [f"/allOf/{i}/$ref" for i in range(90)]
+
+
+@pytest.mark.parametrize("source", ["{", "[]", '{"a":1,"a":2}', '{"type":"string"} x', ""])
+def test_what_is_no_schema_is_an_error_of_its_own(compiler: GrammarCompiler, source: str) -> None:
+    for policy in Policy:
+        with pytest.raises(GrammarError) as caught:
+            compiler.get(GrammarSpec.json_schema(source, policy=policy))
+        assert "compiling failed" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "schema",
     [
