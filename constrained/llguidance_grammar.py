@@ -80,7 +80,7 @@ def grammar_text(spec: GrammarSpec, limits: GrammarLimits) -> GrammarText:
         case GrammarKind.JSON_OBJECT:
             return _json_schema_text(spec, '{"type":"object"}', limits)
         case GrammarKind.REGEX:
-            return GrammarText(lark_grammar(_regex_rules(spec.source, limits)), pattern=spec.source)
+            return GrammarText(lark_grammar(regex_rules(spec.source, limits)), pattern=spec.source)
         case GrammarKind.CHOICE:
             return GrammarText(
                 lark_grammar(f"start: /{_choice(spec.source, limits)}/"), kind="choice"
@@ -399,7 +399,8 @@ def _dumps(value: Json) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _regex_rules(pattern: str, limits: GrammarLimits) -> str:
+def regex_rules(pattern: str, limits: GrammarLimits) -> str:
+    """Lark text of a pattern: `start` is one terminal."""
     limits.check_regex(pattern)
     if lookahead.has_lookahead(pattern):
         rules = lookahead.to_lark(pattern, lambda part: regex_text(part, limits))

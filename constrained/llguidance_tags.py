@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from . import lookahead
 from .gbnf import gbnf_to_lark
 from .limits import GrammarLimits
-from .llguidance_grammar import GrammarText, json_part, lark_grammar, regex_text
+from .llguidance_grammar import GrammarText, json_part, lark_grammar, regex_rules
 from .residual import SchemaCheck
 from .spec import GrammarError, GrammarKind, GrammarSpec, KeyOrder
 from .structural_tag import read_structural_tag
@@ -64,11 +63,9 @@ def tag_text(
         return json_part(text)
 
     def regex(part: Regex) -> str:
-        if lookahead.to_lark(part.pattern, lambda text: text) is not None:
-            raise GrammarError("look-ahead has no place inside a tag", pointer=part.pointer)
         try:
             prepare(alone_of(part))
-            return regex_text(part.pattern, limits)
+            return regex_rules(part.pattern, limits)
         except GrammarError as error:
             raise error.below(part.pointer) from None
 

@@ -58,7 +58,7 @@ from .tag_pieces import (
 
 class TagWriter:
     """Writes one document. `embed` turns a schema into what may follow `%json`, `regex` a pattern
-    and `ebnf` a grammar into what the engine reads; `is_empty` tells whether a terminal has no
+    and `ebnf` a grammar into Lark text; `is_empty` tells whether a terminal has no
     match."""
 
     def __init__(
@@ -75,6 +75,7 @@ class TagWriter:
         self._is_empty = is_empty
         self._lines: list[str] = []
         self._names: dict[str, str] = {}
+        self._num_parts = 0
         self.grammars: list[str] = []  # Lark, referred to as @grammar_0, ...
 
     def write(self, root: Part) -> str:
@@ -129,23 +130,21 @@ class TagWriter:
         if isinstance(part, Const):
             return const(part.pointer, part.text)
         if isinstance(part, Regex):
-            source = f"/{self._regex(part)}/"
-            is_closed = self._has_none(f"{source} & ({source} {SOME})")
-            can_be_empty = not is_closed and not self._has_none(f'{source} & ""')
-            return Terminal(
-                pointer=part.pointer, source=source, is_closed=is_closed, is_empty_too=can_be_empty
-            )
+            if not part.pattern:
+                return const(part.pointer, "")
+            return self._terminal_of(self._regex(part), part.pointer)
         if isinstance(part, Ebnf):
             return self._grammar(part)
         if isinstance(part, Repeat):
             return self._repeat(part)
         assert isinstance(part, JsonPart)
+        embedded = self._embed(part)  # judges the schema
         types = types_of(part.schema)
         first = "".join(dict.fromkeys("".join(JSON_STARTS[name] for name in types)))
         last = NUMBER_CHARS if types & {"integer", "number"} else ""
         return Rule(
             pointer=part.pointer,
-            source=f"%json {self._embed(part)}",
+            source=f"%json {embedded}",
             first=first,
             last=last,
             after=first,
@@ -155,20 +154,29 @@ class TagWriter:
         )
 
     def _grammar(self, part: Ebnf) -> Piece:
-        lark = self._ebnf(part)
-        body = lark.replace("%llguidance {}", "")
-        number = len(self.grammars)
-        if "start: WHOLE_TEXT" not in lark:  # recursive
-            self.grammars.append(lark)
-            return Rule(pointer=part.pointer, source=f"@grammar_{number}", first=None)
-        self.grammars.append("")
-        prefix = f"G{number}_"
-        body = body.replace("start: WHOLE_TEXT", "", 1)
-        self._lines.append(OPAQUE_OR_NAME.sub(lambda m: prefixed(m, prefix), body))
-        source = f"{prefix}WHOLE_TEXT"
+        lark = self._ebnf(part).replace("%llguidance {}", "")
+        if "start: WHOLE_TEXT" in lark:
+            return self._terminal_of(lark, part.pointer)
+        self.grammars.append(lark)  # recursive
+        return Rule(pointer=part.pointer, source=f"@grammar_{len(self.grammars) - 1}", first=None)
+
+    def _terminal_of(self, lark: str, pointer: str) -> Terminal:
+        """A grammar that is one terminal; what it is made of gets names of its own."""
+        prefix = f"G{self._num_parts}_"
+        self._num_parts += 1
+        lark = OPAQUE_OR_NAME.sub(lambda match: prefixed(match, prefix), lark.strip())
+        start, _, rest = lark.partition("\n")
+        source = f"({start.removeprefix('start:').strip()})"
+        if rest.strip():
+            self._lines.append(rest)
         is_closed = self._has_none(f"{source} & ({source} {SOME})")
+        if is_closed and self._has_none(source):
+            raise GrammarError("no text matches it", pointer=pointer)
         return Terminal(
-            pointer=part.pointer, source=source, is_closed=is_closed, is_empty_too=not is_closed
+            pointer=pointer,
+            source=source,
+            is_closed=is_closed,
+            is_empty_too=not is_closed and not self._has_none(f'{source} & ""'),
         )
 
     def _repeat(self, part: Repeat) -> Piece:

@@ -36,9 +36,10 @@ def qwen_parameters(schema: Json, pointer: str) -> Part:
             )
     properties = schema.get("properties", {})
     required = schema.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list):
+    is_named = isinstance(required, list) and all(isinstance(name, str) for name in required)
+    if not isinstance(properties, dict) or not isinstance(required, list) or not is_named:
         raise GrammarError("qwen_xml: not a valid schema", pointer=pointer)
-    missing = [name for name in required if name not in properties]
+    missing = [name for name in required if str(name) not in properties]
     if missing:
         raise GrammarError(
             f"qwen_xml: required {missing[0]!r} is not declared", pointer=f"{pointer}/required"

@@ -77,6 +77,12 @@ CASES: dict[str, tuple[Form, list[str], list[str]]] = {
     ),
     "json_schema": (js(X), ['{"x":1}', '{ "x": 1 }'], ['{"x":"1"}', ' {"x":1}']),
     "regex": (regex("a|bc*"), ["a", "b", "bcc"], ["", "ac"]),
+    "regex with a look-ahead in a tag": (
+        tag("<r>", regex(r"(?=.*\d)[a-z\d]+"), "</r>"),
+        ["<r>a1</r>", "<r>1</r>"],
+        ["<r>a</r>", "<r></r>"],
+    ),
+    "an empty regex": (row(regex(""), text("a")), ["a"], [""]),
     "grammar": ({"type": "grammar", "grammar": 'root ::= "yes" | "no"'}, ["yes"], ["maybe"]),
     "grammar in a tag": (
         tag("<g>", {"type": "grammar", "grammar": 'root ::= "(" root ")" | [a-z]+'}, "</g>"),
@@ -253,7 +259,9 @@ REFUSED: dict[str, tuple[Form, str, str]] = {
     "style": (js(X, style="glm_xml"), "/format/style", "glm_xml"),
     "unknown key": ({**ANY, "a": 1}, "/format", "unknown key 'a'"),
     "nothing in it": ({"type": "sequence", "elements": []}, "/format/elements", "list"),
-    "regex": (row(ANY, regex("(?=a)ab?")), "/format/elements/1/pattern", "look-ahead"),
+    "regex": (row(ANY, regex("(?<=a)b")), "/format/elements/1/pattern", "look-behind"),
+    "regex without a match": (regex("(?=a)"), "/format/pattern", "no text matches"),
+    "no type": (tag("<a>", js({"type": 3}), "x"), "/format/content/json_schema/type", "schema"),
     "grammar": ({"type": "grammar", "grammar": "root ::= a"}, "/format/grammar", "not defined"),
     "schema": (
         tag("<a>", js(closed(a={"$ref": "http://x/y"})), "</a>"),

@@ -30,10 +30,9 @@ from palmette.runtime.request import (
 
 THINK = Reasoning(end="</think>", start="<think>")
 UNIQUE = {"type": "array", "items": {"enum": [0, 1, 22]}, "minItems": 3, "uniqueItems": True}
-NUMBERS = {"type": "array", "items": {"enum": [0, 1, 22]}, "minItems": 3, "maxItems": 4}
 SCHEMA = {
     "type": "object",
-    "properties": {"kind": {"const": "abc"}, "list": NUMBERS, "text": {"type": "string"}},
+    "properties": {"kind": {"const": "abc"}, "list": UNIQUE, "text": {"type": "string"}},
     "required": ["kind", "list", "text"],
     "additionalProperties": False,
 }
@@ -92,7 +91,7 @@ def split(text: str) -> tuple[str, Any]:
 
 def check(value: Any) -> None:
     assert list(value) == ["kind", "list", "text"]
-    assert value["kind"] == "abc" and 3 <= len(value["list"]) <= 4
+    assert value["kind"] == "abc" and sorted(value["list"]) == [0, 1, 22]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -112,7 +111,7 @@ def test_a_value_behind_thinking_is_checked_and_taken_back(seed: int) -> None:
     assert thought == "[0,0]" and sorted(value) == [0, 1, 22]
 
 
-@pytest.mark.parametrize("max_tokens", [47, 48, 49, 55, 70, 100])
+@pytest.mark.parametrize("max_tokens", [48, 49, 50, 55, 70, 100])
 @pytest.mark.parametrize("seed", range(3))
 def test_thinking_that_finds_no_end_is_ended_in_time(max_tokens: int, seed: int) -> None:
     got = answer(ask(max_tokens=max_tokens, seed=seed), says(b"", then=ord("h")))

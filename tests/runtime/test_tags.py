@@ -42,6 +42,19 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
         r'(<f>\{"x":(1|22)\}</f>|<g>.*?</g>).*',
     ),
     "calls in a tag": (tag("<r>", TOOLS, "</r>"), r"<r>.*</r>"),
+    "list": (
+        {
+            "type": "tags_with_separator",
+            "tags": TOOLS["tags"],
+            "separator": ",",
+            "at_least_one": True,
+        },
+        r"(<f>.*?</f>|<g>.*?</g>)(,(<f>.*?</f>|<g>.*?</g>))*",
+    ),
+    "thought and a checked list": (
+        {"type": "sequence", "elements": [THOUGHT, tag("<l>", js(UNIQUE), "</l>")]},
+        r"<think>.*?</think><l>\[(?=.*0)(?=.*1)(?=.*22)[0-9,]*\]</l>",
+    ),
 }
 
 
