@@ -417,9 +417,15 @@ class RemoteEngine:
     # Death
 
     async def _ping_forever(self) -> None:
-        """Ask for a sign of life; between two steps a working engine answers as well."""
+        """Ask for a sign of life; between two steps a working engine answers as well.
+
+        Time in which this process stood still itself, as after Ctrl-Z, is no silence of the engine.
+        """
         while self._state is not EngineState.DEAD:
+            asleep_at = time.monotonic()
             await asyncio.sleep(_PING_INTERVAL_S)
+            late_s = time.monotonic() - asleep_at - _PING_INTERVAL_S
+            self._last_sign = min(self._last_sign + max(0.0, late_s), time.monotonic())
             if self._state is not EngineState.READY:
                 continue
             age = time.monotonic() - self._last_sign

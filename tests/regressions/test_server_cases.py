@@ -776,6 +776,21 @@ def test_LIF_03_a_frozen_engine_is_not_ready_then_given_up(start_server: StartSe
     server.wait_for(lambda: server.client.get("/health/live").status_code == 503)
 
 
+def test_a_server_that_stood_still_as_a_whole_goes_on(start_server: StartServer) -> None:
+    """Ctrl-Z and fg: the engine was silent because nobody listened."""
+    server = start_server({"model": "delay=0.02"}, dead_limit_s=2.0)
+    stream = Stream(server, 200)
+    pids = (server.process.pid, server.engine_pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(4.0)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    stream.join()
+    assert stream.lines[-1] == "[DONE]"
+    assert server.client.get("/health/ready").status_code == 200
+
+
 LARGE: dict[str, Any] = {
     "text": "x",
     "sampling_params": {"max_new_tokens": 400, "n": 8, "temperature": 1, "sampling_seed": 1},
