@@ -34,9 +34,15 @@ class Gate:
         self._failure = _failure(self.end)
         self._going_on = self._find_going_on()
         self._rows: dict[int, MaskRow] = {}
+        self._ids: dict[int, list[int]] = {}
 
     def ids(self, place: int = 0) -> list[int]:
-        """How to write the rest of the end from `place` on."""
+        """How to write the rest of the end from `place` on; not to be changed."""
+        if place not in self._ids:  # looking through the vocabulary takes milliseconds
+            self._ids[place] = self._find_ids(place)
+        return self._ids[place]
+
+    def _find_ids(self, place: int) -> list[int]:
         rest, ids = self.end[place:], self.vocabulary.token_bytes
         single = [i for i, data in enumerate(ids) if data == rest]
         if single and place == 0:
