@@ -18,7 +18,7 @@ import llguidance
 import numpy as np
 from constrained_data import Entry, byte_vocabulary
 
-from palmette.constrained.llguidance_backend import _Tokens
+from palmette.constrained.llguidance_tokens import Tokens
 from palmette.constrained.vocabulary import Vocabulary
 from palmette.kernels.batch import Int32Array
 
@@ -51,7 +51,7 @@ class LLGuidance:
     def __init__(self, vocabulary: Vocabulary) -> None:
         stop_ids = list(vocabulary.stop_ids)
         self._tokenizer = llguidance.LLTokenizer(
-            _Tokens(vocabulary), n_vocab=vocabulary.size, eos_token=stop_ids
+            Tokens(vocabulary), n_vocab=vocabulary.size, eos_token=stop_ids
         )
         self._executor = llguidance.LLExecutor()
 

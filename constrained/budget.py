@@ -17,6 +17,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Protocol, cast
 
 import numpy as np
@@ -118,10 +119,9 @@ class Closer:
         )
         watched = np.array([token_id for group in groups for token_id in group], np.int64)
         self._words, self._shifts = watched >> 5, (watched & 31).astype(np.uint32)
-        self._watched = watched.tolist()
+        self._watched = watched
         ends = np.cumsum([len(group) for group in groups]).tolist()
-        sizes = [len(group) for group in groups]
-        self._groups = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        self._ends = ends
 
     def proves(self, place: Place, ids: Sequence[int]) -> bool:
         """Whether the text is complete after `ids`, and passes; `place` is not changed."""
@@ -176,12 +176,14 @@ class Closer:
             num_masks = 256 if variant % 4 or place.is_free else _MAX_START_MASKS
             search = Search(num_masks, variant=variant, is_start=True, check=check)
             most = max_tokens if best is None else len(best)
-            ids = _Walk(self, place.fork(), search, 3 * most + 8).run()
-            if ids is None:
-                continue
-            ids = self.shorter(place, ids)
-            if len(ids) <= max_tokens and (best is None or len(ids) < len(best)):
-                best = ids
+            walk = _Walk(self, place.fork(), search, 3 * most + 8)
+            ids = walk.run()
+            if ids is not None:
+                ids = self.shorter(place, ids)
+                if len(ids) <= max_tokens and (best is None or len(ids) < len(best)):
+                    best = ids
+            if best is not None and not walk.varies:
+                break
         return best
 
     def shorter(self, place: Place, ids: list[int]) -> list[int]:
@@ -223,11 +225,10 @@ class Closer:
     def allowed(self, row: MaskRow) -> list[list[int]]:
         """The ids of interest that `row` allows: in strings, ends, closing, ..., printable."""
         bits = (row.view(np.uint32)[self._words] >> self._shifts) & np.uint32(1)
-        hits = bits.astype(bool).tolist()
-        return [
-            [i for i, hit in zip(self._watched[part], hits[part], strict=True) if hit]
-            for part in self._groups
-        ]
+        places = np.flatnonzero(bits)
+        cuts = [0, *np.searchsorted(places, self._ends).tolist()]
+        ids = self._watched[places].tolist()
+        return [ids[start:end] for start, end in pairwise(cuts)]
 
 
 @dataclass(slots=True)
@@ -259,6 +260,7 @@ class _Walk:
         self._rng = random.Random(search.variant)  # noqa: S311 - letters to try, no secrets
         self._row = np.zeros(closer.vocabulary.mask_words, np.int32)
         self._is_in_string = False if search.is_start else None  # None: not known
+        self.varies = False  # whether another variant could write something else
         if place.is_free:
             self._is_in_string = None
         self._inserted: set[int] = set()  # where a value that passes was written
@@ -354,8 +356,10 @@ class _Walk:
             self._num_letters = 0
             return (wanted[self._num_same % len(wanted)],)
         num_visits = self._visits[key] = self._visits.get(key, -1) + 1
-        if self._search.variant and printable and (is_in_string or self._place.is_free):
-            return (self._rng.choice(printable),)
+        if printable and (is_in_string or self._place.is_free):
+            self.varies = True
+            if self._search.variant:
+                return (self._rng.choice(printable),)
         if is_in_string is not True and not self._place.is_free:
             letters = [i for i in letters if i != self._closer.blank_id] or opening
         some = letters or printable

@@ -65,9 +65,7 @@ class SchemaCheck:
             for residual in self.residuals
             if residual.keyword == "uniqueItems" and residual.pointer in self._plan.checked
         }
-        self._parts = {
-            pointer: self._part(document, pointer) for pointer in sorted(self._plan.checked)
-        }
+        self._parts = self._make_parts(document, sorted(self._plan.checked))
         self._instances = Instances(document, draft)
         self._witnesses = self._find_witnesses() if residuals else {}
         self.strings = tuple(_to_text(text)[1:] for text in self._instances.strings)
@@ -96,18 +94,26 @@ class SchemaCheck:
         known."""
         return self._witnesses.get(nodes, [])
 
-    def _part(self, document: Json, pointer: str) -> jsonschema_rs.Validator:
-        if not pointer or not isinstance(document, dict):
-            return self._validator
-        named = {**document, "$id": _ROOT_URI}
-        wrapper = {
-            "$schema": document.get("$schema", _NEWEST),
-            "$ref": f"{_ROOT_URI}#{quote(pointer, safe='/~')}",
-        }
-        registry = jsonschema_rs.Registry([(_ROOT_URI, named)], retriever=_nothing)
-        return jsonschema_rs.validator_for(
-            wrapper, validate_formats=self._formats, registry=registry
+    def _make_parts(
+        self, document: Json, pointers: Sequence[str]
+    ) -> dict[str, jsonschema_rs.Validator]:
+        """The validators of subschemas; they share what is made of the document once."""
+        parts = dict.fromkeys(pointers, self._validator)
+        below = [pointer for pointer in pointers if pointer]
+        if not below or not isinstance(document, dict):
+            return parts
+        registry = jsonschema_rs.Registry(
+            [(_ROOT_URI, {**document, "$id": _ROOT_URI})], retriever=_nothing
         )
+        for pointer in below:
+            wrapper = {
+                "$schema": document.get("$schema", _NEWEST),
+                "$ref": f"{_ROOT_URI}#{quote(pointer, safe='/~')}",
+            }
+            parts[pointer] = jsonschema_rs.validator_for(
+                wrapper, validate_formats=self._formats, registry=registry
+            )
+        return parts
 
     def is_valid_part(self, pointers: Iterable[str], text: bytes) -> bool:
         """Whether a complete value satisfies the subschemas at `pointers`."""
