@@ -366,7 +366,12 @@ def _json_schema_text(spec: GrammarSpec, source: str, limits: GrammarLimits) -> 
         options["json_allowed_escapes"] = _SHORT_ESCAPES
     grammar = _json_grammar(schema.document, options)
     return GrammarText(
-        grammar, (*notes, *schema.notes), schema, options, source=source, dropped=schema.special
+        grammar,
+        (*notes, *schema.notes),
+        schema,
+        options,
+        source=source,
+        dropped=(*schema.special, *schema.dropped),
     )
 
 

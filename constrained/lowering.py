@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jsonschema_rs
 
 from .conjunction import Conjunction, Splitter
-from .negation import known_values
+from .negation import known_values, same
 from .object_order import ObjectKeys, any_order, declared_order
 from .quoted_pattern import UNIT, quoted
 from .schema_parts import (
@@ -41,6 +41,7 @@ from .schema_parts import (
 )
 from .schema_walk import Json, SchemaObject
 from .spec import KeyOrder
+from .unique_items import unique_items
 
 _MAX_RULES = 4_000
 _WRITTEN_OUT = 1e22  # below, integral numbers are also written digit by digit
@@ -266,6 +267,10 @@ class Lowering:
         least = max((count_of(base.get("minItems"), 0) for base in bases), default=0)
         most = min((count_of(base.get("maxItems"), _MANY) for base in bases), default=_MANY)
         length = max(map(len, prefixes), default=0)
+        if any(base.get("uniqueItems") is True for base in bases):
+            if length:
+                raise LoweringError("different items beside a tuple")
+            return self._unique(rests, least, most)
         other = self._rule(self._splitter.conjunction([rest for rest in rests if rest is not True]))
         items: list[str] = []
         for i in range(min(length, most)):
@@ -284,6 +289,26 @@ class Lowering:
             return None
         name = self._new("array")
         self._write_array(name, items, other, least, most)
+        return name
+
+    def _unique(self, items: Sequence[Json], least: int, most: int) -> str | None:
+        """An array of different values out of a few."""
+        what = self._splitter.conjunction(items)
+        values = [] if what is None else self._known_values(what)
+        if values is None:
+            raise LoweringError("different items that are not of a list")
+        different: list[Json] = []
+        for value in values:
+            if not any(same(value, other) for other in different):
+                different.append(value)
+        ways = [" | ".join(filter(None, self._of_values([value]))) for value in different]
+        if least > len(ways):
+            return None
+        name = self._new("array")
+        lines = unique_items(name, [f"({way})" for way in ways], least, most)
+        if lines is None:
+            raise LoweringError("different items of a long list")
+        self._lines += lines
         return name
 
     def _write_array(

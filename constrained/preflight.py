@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from urllib.parse import unquote
 
 import jsonschema_rs
 
@@ -91,6 +93,7 @@ class PreparedSchema:
     # Constants that JSON grammars can't hold, only rules can (see `lowering`): no part of
     # `document`; the engine may crash on them.
     special: tuple[Dropped, ...]
+    dropped: tuple[Dropped, ...]  # what rules have a form for; it has residuals
     patterns: dict[str, str]  # those of `document`, in Rust's syntax -> the user's
 
 
@@ -139,6 +142,8 @@ def prepare_json_schema(
     _check_against_metaschema(document)
     resolver = Resolver(document, draft)
     nodes = reachable(document, resolver)
+    if draft <= Draft.DRAFT7 and _drop_siblings(nodes, totals):
+        nodes = reachable(document, resolver)
     refuse_infinite(nodes, resolver)
     is_looked_at = any(  # what does nothing else may still evaluate keys
         isinstance(node.schema, dict) and bool(node.schema.keys() & _LOOKING) for node in nodes
@@ -166,6 +171,7 @@ def prepare_json_schema(
         origins,
         needs_plain_keys,
         tuple(totals.special),
+        tuple(rewriter.dropped),
         totals.patterns,
     )
 
@@ -229,6 +235,33 @@ def _drop_idle(node: Node, draft: Draft, *, keep_evaluating: bool) -> None:
     for keyword in [key for key in schema if not _is_known(key, draft)]:
         del schema[keyword]
     _drop_vacuous(schema, keep_evaluating=keep_evaluating)
+
+
+# What stays beside a $ref in drafts that ignore its siblings: no restrictions.
+_BESIDE_REF = frozenset(
+    "$ref $schema $id id $comment definitions $defs title description default examples".split()
+)
+
+
+def _drop_siblings(nodes: Sequence[Node], totals: _Totals) -> bool:
+    """Up to draft 7 nothing beside a `$ref` counts; whether something was dropped.
+
+    What another reference leads through is kept, and restricts: less is allowed then, not more.
+    """
+    references = {
+        str(n.schema["$ref"]) for n in nodes if isinstance(n.schema, dict) and "$ref" in n.schema
+    }
+    num_before = len(totals.notes)
+    for node in nodes:
+        schema = node.schema
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            continue
+        for keyword in [key for key in schema if key not in _BESIDE_REF]:
+            place = _at(node, keyword)
+            if not any(unquote(reference).startswith(f"#{place}/") for reference in references):
+                del schema[keyword]
+                totals.notes.append(f"{place}: ignored beside $ref, as up to draft 7")
+    return len(totals.notes) > num_before
 
 
 def _prepare_node(node: Node, totals: _Totals, limits: GrammarLimits) -> None:

@@ -24,6 +24,7 @@ import jsonschema_rs
 
 from .disjoint import are_disjoint
 from .negation import known_values, negate
+from .object_order import MAX_BITS
 from .schema_walk import METASCHEMA, Draft, Json, Node, Resolver, SchemaObject
 from .spec import GrammarError
 from .unevaluated import close_items, close_properties
@@ -69,6 +70,7 @@ class Rewriter:
         self._crowded: set[int] = set()  # conditions that are too many for one value
         self._opposites: dict[tuple[int, str], Json | None] = {}
         self.residuals: list[Residual] = []
+        self.dropped: list[Dropped] = []  # rules have a form for it
         self.is_dynamic = False  # has references that only make sense from the root
 
     def run(self) -> dict[int, str]:
@@ -199,7 +201,7 @@ class Rewriter:
             entries = schema.pop(keyword, None)
             for name, value in entries.items() if isinstance(entries, dict) else ():
                 if isinstance(value, list):
-                    value = {"required": [*value, name]} if value else True
+                    value = {"required": [name, *value]} if value else True
                 if value is not True and value != {}:
                     wanted.append((keyword, name, value))
         for i, (keyword, name, value) in enumerate(wanted):
@@ -273,8 +275,8 @@ class Rewriter:
             schema["additionalProperties"] = False
             return True
         pattern = _names_pattern(rule)
-        if pattern is None or declared:
-            return False
+        if pattern is None or (declared and other is not True and other != {}):
+            return False  # it would apply to the declared keys, too
         schema["patternProperties"] = {pattern: other}
         schema["additionalProperties"] = False
         return True
@@ -294,6 +296,9 @@ class Rewriter:
             maximum = schema.get("maxItems")
             if not (isinstance(maximum, int) and maximum <= 1):
                 self.add(node, "uniqueItems", "items are compared when the array is complete")
+                if self._has_few_items(schema):
+                    lost: SchemaObject = {"uniqueItems": True}
+                    self.dropped.append(Dropped(schema, lost, self.residuals[-1]))
         if "contains" not in schema:
             return
         wanted = schema.pop("contains")
@@ -310,6 +315,14 @@ class Rewriter:
         self.add(node, "contains", "matching items are counted when the array is complete")
         if isinstance(least, int | float) and least > 0 and wanted is not False:
             conjoin(schema, {"minItems": int(least)})
+
+    def _has_few_items(self, schema: SchemaObject) -> bool:
+        """Whether the items are of a short list: then rules keep them different."""
+        items: Json = schema.get("items")
+        if isinstance(items, dict) and isinstance(items.get("$ref"), str):
+            items = self.follow(str(items["$ref"]))
+        values = known_values(items)
+        return values is not None and len(values) <= MAX_BITS and not schema.get("prefixItems")
 
     def _spread(self, schema: SchemaObject, wanted: Json) -> bool:
         """One alternative per place of a short array."""

@@ -21,7 +21,9 @@ SCALAR_KEYWORDS = frozenset(
 OBJECT_KEYWORDS = frozenset(
     "properties patternProperties additionalProperties required minProperties maxProperties".split()
 )
-_ARRAY_KEYWORDS = frozenset("items prefixItems additionalItems minItems maxItems".split())
+_ARRAY_KEYWORDS = frozenset(
+    "items prefixItems additionalItems minItems maxItems uniqueItems".split()
+)
 BASE_KEYWORDS = SCALAR_KEYWORDS | OBJECT_KEYWORDS | _ARRAY_KEYWORDS | {"type", "const", "enum"}
 
 

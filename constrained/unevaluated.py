@@ -52,7 +52,8 @@ def close_properties(
     properties, patterns = schema.get("properties"), schema.get("patternProperties")
     own = dict(properties) if isinstance(properties, dict) else {}
     own_patterns = dict(patterns) if isinstance(patterns, dict) else {}
-    schema["properties"] = {**dict.fromkeys(possible.names, True), **own}
+    others = [name for name in possible.names if name not in own]
+    schema["properties"] = {**own, **dict.fromkeys(others, True)}
     if possible.patterns:
         schema["patternProperties"] = {**dict.fromkeys(possible.patterns, True), **own_patterns}
     schema["additionalProperties"] = rule

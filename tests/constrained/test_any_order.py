@@ -187,3 +187,13 @@ def test_patterns_of_keys_as_they_are_spelt(accepts: Accepts, pattern: str) -> N
 @pytest.mark.parametrize("pattern", ["(^a|b$)", "\\p{L}", "(?i:a)", "a\\bb"])
 def test_patterns_without_a_spelt_form(pattern: str) -> None:
     assert quoted(pattern) is None
+
+
+def test_the_shortest_text_has_the_keys_that_are_required(compiler: GrammarCompiler) -> None:
+    inner = {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x", "y"]}
+    schema = {
+        "type": "object",
+        "properties": {"o": {}, "list": {"type": "array", "items": inner, "minItems": 1}},
+        "required": ["last", "list"],
+    }
+    assert compiler.get(any_order(schema)).shortest is not None

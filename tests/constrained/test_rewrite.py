@@ -119,6 +119,36 @@ RULES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ['{"k7":1,"k99":2}', '{"z":[]}'],
         ["{}", '{"k7":null}'],
     ),
+    (
+        {
+            "$defs": {"tag": {"enum": ["x", "y", 3, 3.0, None]}},
+            "items": {"$ref": "#/$defs/tag"},
+            "uniqueItems": True,
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 3,
+        },
+        ['["y"]', '[null,3,"x"]'],
+        ["[]", '["x","x"]', "[3,3]", '["x","y",3,null]', '["z"]'],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "propertyNames": {"pattern": "^[a-c]+$"},
+        },
+        ['{"a":1,"bc":"x"}', '{"c":[]}'],
+        ['{"a":"x"}', '{"d":1}', '{"a":1,"ad":2}'],
+    ),
+    (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "properties": {"a": {"$ref": "#/definitions/list", "maxItems": 1}},
+            "definitions": {"list": {"type": "array"}},
+        },
+        ['{"a":[1,2]}'],
+        ['{"a":1}'],
+    ),
 ]
 RESIDUAL: list[tuple[dict[str, Any], str, list[str], list[str]]] = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems", ["[1,2]"], ["[1,1]", "[1,1.0]"]),
