@@ -376,7 +376,7 @@ class LLGuidanceBackend:
             wide = self._matcher(shared, ruled.grammar, is_risky=_is_risky(text))
             if wide.is_error():
                 raise LoweringError(reason(_first_line(wide.get_error())))
-            return wide, ruled
+            return wide, replace(ruled, proposal=self._declared(shared, matcher, text))
         except LoweringError as error:
             refuse_special(schema, str(error))
             if is_stuck:
@@ -386,6 +386,17 @@ class LLGuidanceBackend:
                 note = f"keys come in the declared order: {error}"
                 text = replace(text, notes=(*text.notes, note))
             return matcher, text
+
+    def _declared(
+        self, shared: _Shared, matcher: llguidance.LLMatcher, text: GrammarText
+    ) -> str | None:
+        """A short text with the keys in the declared order: there it is found at once."""
+        state = LLGuidanceState(shared, matcher.deep_copy())
+        try:
+            ids = shortest_text(state, shared.closer, text.check())
+        except GrammarError:
+            return None
+        return None if ids is None else shared.closer.text_of(ids).decode("utf-8", "replace")
 
     def _fault(self, shared: _Shared, grammar: str) -> str:
         """Why `grammar` is refused, or why no text begins in it; "" when one does."""
