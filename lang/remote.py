@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from palmette.runtime.request import (
     FinishReason,
     Output,
     Request,
+    RequestError,
 )
 from palmette.runtime.text import well_formed
 
@@ -40,6 +41,7 @@ from .wire import MAX_TEXTS, Batch, batches_of, engine_info, error_of, error_of_
 T = TypeVar("T")
 _MAX_STREAMS = 64  # at once, as many as an engine runs; more wait here, not at the server
 _ABORT_S = 1.0  # for an aborted stream to end by itself
+CLOSED = "the client was closed"
 _CALL_TIMEOUT_S = 60.0  # for calls that do not generate
 _DEADLINE_GRACE_S = 2.0  # the server keeps a request's deadline; this is for one that does not
 
@@ -80,6 +82,8 @@ class HttpClient:
         self._runs: dict[str, asyncio.Task[None]] = {}  # of programs, by their request
         self._programs: set[str] = set()  # that the server has
         self._runs_programs = True  # as far as known
+        self._is_closed = False
+        self._closing = threading.Lock()  # held by who closes it or gives it work
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="palmette-http", daemon=True
         )
@@ -88,12 +92,15 @@ class HttpClient:
     # EngineClient
 
     def submit(self, requests: Sequence[Request]) -> None:
-        batches = list(batches_of([one for one in requests if not isinstance(one, RunRequest)]))
-        self._open.update(request.request_id for request in requests)
-        self._loop.call_soon_threadsafe(self._start, batches)
-        for request in requests:
-            if isinstance(request, RunRequest):
-                self._loop.call_soon_threadsafe(self._start_run, request)
+        with self._closing:
+            if self._is_closed:
+                raise RequestError(CLOSED, code="unavailable")
+            batches = list(batches_of([one for one in requests if not isinstance(one, RunRequest)]))
+            self._open.update(request.request_id for request in requests)
+            self._loop.call_soon_threadsafe(self._start, batches)
+            for request in requests:
+                if isinstance(request, RunRequest):
+                    self._loop.call_soon_threadsafe(self._start_run, request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Does not wait for the server; what it makes of it shows in the outputs."""
@@ -158,9 +165,11 @@ class HttpClient:
         return True
 
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        self._run(self._shut_down())
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -202,7 +211,7 @@ class HttpClient:
                 if is_over:
                     return
         except asyncio.CancelledError as error:
-            message = str(error) or "the client was closed"
+            message = str(error) or CLOSED
             self._arrived.put(request.failed(ErrorInfo(code="abort", message=message)))
             raise
         except httpx.HTTPError as error:
@@ -263,13 +272,23 @@ class HttpClient:
         return answer
 
     def _run(self, work: Coroutine[object, object, T]) -> T:
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return future.result()
+        with self._closing:
+            if self._is_closed:
+                work.close()
+                raise BackendError(CLOSED)
+            future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise BackendError(CLOSED) from None
 
     async def _shut_down(self) -> None:
-        for job in self._jobs:
-            job.cancel()
-        await asyncio.gather(*self._jobs, return_exceptions=True)
+        """End streams and calls; whoever waits for them hears of it."""
+        await asyncio.sleep(0)  # what was submitted begins, so that it has an end
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel(CLOSED)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
         await self._loop.shutdown_asyncgens()
 
@@ -318,7 +337,7 @@ class HttpClient:
                 async with asyncio.timeout(batch.deadline_s(_DEADLINE_GRACE_S)):
                     await self._read(batch)
         except asyncio.CancelledError as error:
-            message = str(error) or "the client was closed"
+            message = str(error) or CLOSED
             self._fail(batch, ErrorInfo(code="abort", message=message))
             raise
         except httpx.HTTPError as error:

@@ -78,6 +78,7 @@ class PrefixCache:
             token_bytes=vocabulary.token_bytes.__getitem__,
         )
         self.tiers = self._make_tiers(config, pool, layout)
+        self._is_closed = False
 
     def _make_tiers(self, config: EngineConfig, pool: KVPool, layout: str) -> PageTiers | None:
         host, disk = None, None
@@ -109,7 +110,7 @@ class PrefixCache:
     @property
     def has_work(self) -> bool:
         """Whether steps without requests would still do something."""
-        return self.tiers is not None and self.tiers.has_work
+        return self.tiers is not None and not self._is_closed and self.tiers.has_work
 
     @property
     def num_restored(self) -> int:
@@ -138,6 +139,7 @@ class PrefixCache:
         }
 
     def close(self) -> None:
+        self._is_closed = True
         if self.tiers is not None:
             self.tiers.close()
 

@@ -23,7 +23,7 @@ from .books import check_books
 from .cache import PrefixCache
 from .commit import CommitHooks, Committer
 from .config import EngineConfig
-from .faults import Aborted, SequenceFault, deadline_passed, explain
+from .faults import BROKEN, CLOSED, Aborted, SequenceFault, deadline_passed, explain
 from .grammar_waiters import GrammarWaiters, fitted
 from .intake import Intake
 from .interrupts import deferred_interrupt
@@ -116,7 +116,7 @@ class Engine:
         self._faults: dict[int, Exception] = {}  # by arrival, since the launch of this step
         self._late_aborts: list[SequenceState] = []  # asked for while a step was in flight
         self._in_flight = False
-        self._is_broken = False
+        self._refusal: ErrorInfo | None = None  # why no more work is taken
         self._num_stalls = 0
         self._num_ended = 0
 
@@ -128,8 +128,7 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
     ) -> Engine:
         """Load a model and build everything around it; see `runtime.load`."""
-        # Imported here: it brings the models, which an engine by itself does not need.
-        from .load import load_engine
+        from .load import load_engine  # it brings the models, which an engine alone does not need
 
         return load_engine(config or EngineConfig(), progress=progress)
 
@@ -142,8 +141,8 @@ class Engine:
         Raises:
             RequestError: when one cannot be served; then none of them is queued.
         """
-        if self._is_broken:
-            raise RequestError("the engine has failed; restart it", code="internal")
+        if self._refusal is not None:
+            raise RequestError(self._refusal.message, code=self._refusal.code)
         self._intake.check(requests, live=self._live, num_waiting=self._scheduler.num_waiting)
         now = self._clock()
         sequences = [self._intake.sequence(request, now=now) for request in requests]
@@ -190,7 +189,8 @@ class Engine:
         with deferred_interrupt():
             start = self._clock()
             try:
-                self._advance(start)
+                if self._refusal is not CLOSED:
+                    self._advance(start)
             except Exception as error:  # fault boundary: what no single request can be blamed for
                 self._fail_all(error)
             self._counters.last_step_s = self._clock() - start
@@ -330,12 +330,11 @@ class Engine:
         self._faults.clear()
         self._end_late_aborts()
         for sequence in list(self._live.values()):
-            info = explain(sequence.request_id, RuntimeError())
-            self._end(sequence, FAILED, error=info)
+            self._end(sequence, FAILED, error=explain(sequence.request_id, RuntimeError()))
         try:
             self.check()
         except Exception as imbalance:  # fault boundary: the engine
-            self._is_broken = True
+            self._refusal = BROKEN
             logger.critical("the engine is broken and takes no more work", exc_info=imbalance)
 
     # How a request ends
@@ -492,7 +491,10 @@ class Engine:
         assert self._counters.accepted == self._num_ended + len(self._live)
 
     def close(self) -> None:
-        """Let go of the model and the grammar threads; unfinished requests are dropped."""
+        """Let go of the model and the grammar threads; what is unfinished ends in an error."""
+        self._refusal = CLOSED
+        for sequence in list(self._live.values()):
+            self._end(sequence, FAILED, error=CLOSED)
         self.cache.close()
         self._grammars.close()
         self._runner.close()

@@ -8,6 +8,10 @@ from palmette.constrained.spec import GrammarError
 
 from .request import ErrorInfo, Request
 
+# Why an engine as a whole takes no more work.
+BROKEN = ErrorInfo(code="internal", message="the engine has failed; restart it")
+CLOSED = ErrorInfo(code="unavailable", message="the engine was closed")
+
 
 class SequenceFault(RuntimeError):
     """Ends one request with an error whose message may be shown to its client."""
