@@ -157,6 +157,23 @@ def test_forced_tokens_have_the_models_logprobs(engines: dict[bool, pm.Engine]) 
             assert -1000 < one.logprob <= 0
 
 
+def test_logprobs_are_those_before_the_mask(engines: dict[bool, pm.Engine]) -> None:
+    """Case rt-logprobs-mask: the bits of the same text as a prompt; all of them are JSON."""
+    got = answers(engines[True], ask("r", spec_of(SCHEMAS["nested"]), logprobs=True))["r"]
+    scored = pm.Request(
+        request_id="s",
+        prompt_ids=(*b"Tell", *got.token_ids),
+        sampling=pm.SamplingParams(max_new_tokens=0),
+        logprobs=pm.LogprobOptions(prompt_start=4, num_top=3),
+    )
+    known = answers(engines[True], scored)["s"].prompt_logprobs
+    assert got.logprobs == known
+    values = [one.logprob for one in got.logprobs]
+    values += [logprob for one in got.logprobs for _, logprob in one.top]
+    assert len(values) == 4 * len(got.token_ids)
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+
+
 @pytest.mark.parametrize("budget", [3, 16])
 def test_a_prompt_in_chunks_is_masked_behind_its_last(budget: int) -> None:
     """Case rt-chunked-prefill: the grammar sees generated tokens only; logprobs are the same."""
