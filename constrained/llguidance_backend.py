@@ -299,21 +299,11 @@ class LLGuidanceBackend:
         text = tag_text(
             spec,
             self._limits,
-            prepare=lambda part: self._part(part, shared),
+            prepare=lambda part: self._prepared(part, shared)[1],
             shortest=lambda part: self._short_text(part, shared),
             is_empty=lambda grammar: self._is_empty(shared, grammar),
         )
         return self._widening_matcher(shared, text)
-
-    def _part(self, spec: GrammarSpec, shared: _Shared) -> GrammarText:
-        """The grammar of a part of a tag: there JSON grammars have to do."""
-        text = self._widening_matcher(shared, grammar_text(spec, self._limits))[1]
-        if text.schema is not None:
-            refuse_special(text.schema, "not in a structural tag")
-            if spec.order == KeyOrder.ANY:
-                note = "keys come in the declared order: they are in a structural tag"
-                text = replace(text, notes=(*text.notes, note))
-        return text
 
     def _short_text(self, spec: GrammarSpec, shared: _Shared) -> str | None:
         ids = self.compile(spec, shared.vocabulary).shortest

@@ -474,6 +474,10 @@ def _check_lark(source: str, limits: GrammarLimits) -> None:
 
 
 def json_part(text: GrammarText) -> str:
-    """What stands behind `%json` for a schema."""
+    """A schema as a part of Lark text: `%json` and what stands behind it, or Lark of its own."""
     assert text.schema is not None
-    return _dumps({**text.schema.document, "x-guidance": {**(text.options or {})}})
+    if text.is_any_order:
+        lark: str = json.loads(text.grammar)["grammars"][0]["lark_grammar"]
+        return lark
+    schema = _dumps({**text.schema.document, "x-guidance": {**(text.options or {})}})
+    return f"%json {schema}"

@@ -57,7 +57,7 @@ from .tag_pieces import (
 
 
 class TagWriter:
-    """Writes one document. `embed` turns a schema into what may follow `%json`, `regex` a pattern
+    """Writes one document. `embed` turns a schema into a part of Lark text, `regex` a pattern
     and `ebnf` a grammar into Lark text; `is_empty` tells whether a terminal has no
     match."""
 
@@ -139,12 +139,15 @@ class TagWriter:
             return self._repeat(part)
         assert isinstance(part, JsonPart)
         embedded = self._embed(part)  # judges the schema
+        if not embedded.startswith("%json"):
+            self.grammars.append(embedded)
+            embedded = f"@grammar_{len(self.grammars) - 1}"
         types = types_of(part.schema)
         first = "".join(dict.fromkeys("".join(JSON_STARTS[name] for name in types)))
         last = NUMBER_CHARS if types & {"integer", "number"} else ""
         return Rule(
             pointer=part.pointer,
-            source=f"%json {embedded}",
+            source=embedded,
             first=first,
             last=last,
             after=first,

@@ -76,6 +76,24 @@ CASES: dict[str, tuple[Form, list[str], list[str]]] = {
         ["<r>abcd</r>", "<r>abc"],
     ),
     "json_schema": (js(X), ['{"x":1}', '{ "x": 1 }'], ['{"x":"1"}', ' {"x":1}']),
+    "a constant beyond a double": (
+        tag("<n>", js({"enum": [2**60, "a"]}), "</n>"),
+        [f"<n>{2**60}</n>", '<n>"a"</n>'],
+        [f"<n>{2**60 + 1}</n>"],
+    ),
+    "keys in any order": (
+        tag("<o>", js(closed(x={"type": "integer"}, y={"type": "string"}), any_order=True), "</o>"),
+        ['<o>{"x":1,"y":""}</o>', '<o>{"y":"","x":1}</o>'],
+        [
+            *('<o>{"x":1}</o>', '<o>{"x":1,"x":1,"y":""}</o>', '<o>{"y":"","x":"1"}</o>'),
+            *('<o> {"y":"","x":1}</o>', '<o>{"y":"","x":1} </o>'),
+        ],
+    ),
+    "many keys in any order": (
+        tag("<o>", js(closed(**{k: {"type": "integer"} for k in "abcdefgh"}), any_order=True), ";"),
+        ['<o>{"a":1,"b":1,"d":1,"c":1,"h":1,"e":1,"f":1,"g":1};'],
+        ['<o>{"a":1,"b":1,"d":1,"c":1,"h":1,"e":1,"f":1,"f":1};', '<o>{"a":1};'],
+    ),
     "regex": (regex("a|bc*"), ["a", "b", "bcc"], ["", "ac"]),
     "regex with a look-ahead in a tag": (
         tag("<r>", regex(r"(?=.*\d)[a-z\d]+"), "</r>"),
