@@ -36,7 +36,7 @@ from .tag_nodes import (
 from .tag_xml import qwen_parameters
 
 MAX_TAGS = 128  # of one list; also its triggers
-MAX_PARTS = 4096  # of one document
+MAX_PARTS = 20_000  # of one document
 MAX_CHARS = 2000  # of free text that is counted
 MAX_REPEATS = 1000  # a repeat that is counted is written out
 _TOKEN_FORMATS = frozenset(

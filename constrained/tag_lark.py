@@ -50,6 +50,7 @@ from .tag_pieces import (
     free_text,
     one_of,
     prefixed,
+    start_of,
     tail_of,
     types_of,
     up_to_trigger,
@@ -198,8 +199,9 @@ class TagWriter:
                 is_closed=is_closed,
                 is_empty_too=is_empty_too,
                 first=body.first,
-                head=body.head if part.least else "",
-                after=body.after if part.least else body.first,
+                head=body.head,
+                after=body.after,
+                option=body if (part.least, part.most) == (0, 1) else None,
             )
         if part.most != 1:
             self._check_border(body, body)
@@ -314,6 +316,8 @@ class TagWriter:
     def _joined(self, pieces: list[Piece], pointer: str) -> Piece:
         """One after the other; neighbours that are terminals become one."""
         merged: list[Piece] = []
+        if any(isinstance(piece, Rule) for piece in pieces):
+            pieces = [self._apart(piece) for piece in pieces]
         for piece in pieces:
             before = merged[-1] if merged else None
             if isinstance(before, Terminal) and isinstance(piece, Terminal):
@@ -344,16 +348,7 @@ class TagWriter:
             tail = tail or tail_of(piece)
             if not piece.is_empty_too:
                 break
-        start, follows = merged[0], first_of(merged[1:])
-        head, after, is_json = "", first_of(merged), False
-        if isinstance(start, Terminal):
-            if start.literal is not None:
-                head, after = start.literal, follows
-                is_json = isinstance(merged[1], Rule) and merged[1].is_json and not merged[1].head
-            else:
-                head, after = start.head, start.after
-        elif not start.is_empty_too:
-            head, after, is_json = start.head, start.after, start.is_json
+        head, after, is_json = start_of(merged)
         return Rule(
             pointer=pointer,
             source="(" + " ".join(self._in_rule(piece) for piece in merged) + ")",
@@ -366,6 +361,20 @@ class TagWriter:
             is_json=is_json,
             starts_json=starts_json,
             ends_json=ends_json,
+        )
+
+    def _apart(self, piece: Piece) -> Piece:
+        """What may be left out, as a rule: so that it ends where it does, whatever follows."""
+        if not isinstance(piece, Terminal) or piece.option is None:
+            return piece
+        return Rule(
+            pointer=piece.pointer,
+            source=f"({self._in_rule(piece.option)})?",
+            first=piece.first,
+            is_empty_too=True,
+            tail=tail_of(piece.option),
+            head=piece.head,
+            after=piece.after,
         )
 
     def _check_border(self, left: Piece, right: Piece) -> None:

@@ -38,7 +38,8 @@ class Terminal:
     is_empty_too: bool = False
     first: str | None = None  # the characters a match may begin with; None: any
     literal: str | None = None  # its one match
-    head: str = ""  # what each match begins with
+    option: Terminal | None = None  # of one that is this or empty
+    head: str = ""  # what each match begins with that is not empty
     after: str | None = None  # the characters that may follow the head; None: any
 
 
@@ -88,10 +89,32 @@ def tail_of(piece: Piece) -> Terminal | None:
     return None if piece.is_closed else piece
 
 
+def start_of(pieces: list[Piece]) -> tuple[str, str | None, bool]:
+    """As `common_head`, of pieces one after the other, of which the first may be empty."""
+    starts: list[Piece] = []
+    for i, piece in enumerate(pieces):
+        if isinstance(piece, Terminal) and piece.literal:
+            rest = pieces[i + 1 :]
+            is_json = bool(rest) and isinstance(rest[0], Rule) and rest[0].is_json
+            starts.append(
+                Rule(
+                    pointer=piece.pointer,
+                    source=piece.source,
+                    first=piece.first,
+                    head=piece.head,
+                    after=first_of(rest),
+                    is_json=is_json and not rest[0].head,
+                )
+            )
+        else:
+            starts.append(piece)
+        if not piece.is_empty_too:
+            break
+    return common_head(starts)
+
+
 def common_head(options: list[Piece]) -> tuple[str, str | None, bool]:
     """The head, what may follow it and whether that is JSON, of a choice."""
-    if any(option.is_empty_too for option in options):
-        return "", first_of_any(options), False
     head = common_start([option.head for option in options])
     after, is_json = "", True
     for option in options:
@@ -141,9 +164,10 @@ def concatenated(left: Terminal, right: Terminal) -> Terminal:
         return left
     if left.literal is not None and right.literal is not None:
         return const(left.pointer, left.literal + right.literal)
-    head, after = left.head, left.after
     if left.literal is not None:
         head, after = left.literal + right.head, right.after
+    else:
+        head, after, _ = start_of([left, right])
     return Terminal(
         pointer=left.pointer if right.is_closed else right.pointer,
         source=f"({left.source} {right.source})",

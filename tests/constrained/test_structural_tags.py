@@ -214,6 +214,28 @@ CASES: dict[str, tuple[Form, list[str], list[str]]] = {
             "<parameter=place>a</parameter><parameter=unit>k</parameter>",
         ],
     ),
+    "qwen_xml of optional parameters": (
+        js(
+            {
+                "type": "object",
+                "properties": {
+                    "days": {"type": "integer"},
+                    "unit": {"enum": ["c", "f"]},
+                    "mode": {"enum": ["a", "b"]},
+                    "tags": {"type": "array", "items": {"type": "integer"}},
+                    "unix": {"type": "boolean"},
+                },
+            },
+            style="qwen_xml",
+        ),
+        [
+            "",
+            "<parameter=unit>c</parameter>\n<parameter=tags>[1]</parameter>",
+            "<parameter=days>\n2\n</parameter>\n<parameter=mode>\nb\n</parameter>\n",
+            "<parameter=unix>true</parameter>",
+        ],
+        ["<parameter=unit>1</parameter>", "<parameter=unix>true</parameter><parameter=days>1"],
+    ),
     "a check in a tag": (
         {**TRIGGERED, "tags": [tag("<tool=f>", js(closed(l=UNIQUE)), "</tool>"), TOOLS[1]]},
         ['a <tool=f>{"l":[1,2]}</tool>', f'<tool=f>{{"l":[1,12]}}</tool> {G}', ""],
