@@ -102,7 +102,7 @@ class TagWriter:
             for i, element in enumerate(part.elements):
                 is_last = i == len(part.elements) - 1
                 pieces += self._pieces(element, ends if is_last else ())
-            return pieces if part.elements else [one_of(part.pointer, ends)]
+            return pieces if part.elements or not ends else [one_of(part.pointer, ends)]
         if isinstance(part, Choice):
             options = [
                 self._joined(self._pieces(element, ends), element.pointer)

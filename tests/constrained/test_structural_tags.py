@@ -214,6 +214,7 @@ CASES: dict[str, tuple[Form, list[str], list[str]]] = {
             "<parameter=place>a</parameter><parameter=unit>k</parameter>",
         ],
     ),
+    "qwen_xml of nothing": (js({}, style="qwen_xml"), [""], ["{}"]),
     "qwen_xml of optional parameters": (
         js(
             {
