@@ -377,6 +377,8 @@ def random_text(spec: GrammarSpec, compiler: GrammarCompiler, seed: int) -> list
     while len(ids) < 40 and not state.is_done:
         state.fill(mask)
         legal = [i for i in allowed_ids(mask).tolist() if i not in vocabulary.stop_ids]
+        if not legal:
+            break
         chosen = rng.choice([i for i in legal if i < 128] or legal)
         assert state.accept(chosen)
         ids.append(chosen)
