@@ -50,12 +50,14 @@ class Program:
 
     name: str
     nodes: tuple[Node, ...]
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[Parameter, ...] = field(default=(), hash=False)  # defaults may be lists
     tip: StateId = ROOT  # where the program's own state ends
     turns: tuple[Turn, ...] = ()
-    variables: Mapping[str, object] = field(default_factory=dict)  # Bound, Span, Given, ...
-    result: object = None  # of the function, in the same terms
-    branches: Mapping[ValueId, str] = field(default_factory=dict)  # which fork, for `explain`
+    # Bound, Span, Given, ...
+    variables: Mapping[str, object] = field(default_factory=dict, hash=False)
+    result: object = field(default=None, hash=False)  # of the function, in the same terms
+    # which fork, for `explain`
+    branches: Mapping[ValueId, str] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         given = ", ".join(parameter.name for parameter in self.parameters)

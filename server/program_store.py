@@ -16,6 +16,8 @@ from palmette.lang.content import Encoder
 from palmette.lang.program import Program
 from palmette.runtime.request import EngineInfo
 
+_NODE_BYTES = 1024
+
 
 class Codec(Protocol):
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]: ...
@@ -36,14 +38,14 @@ class ProgramStore:
 
     def put(self, owner: str, program: Program, data: bytes) -> bool:
         """Keep a program; False when it alone is larger than the store."""
-        if len(data) > self._max_bytes:
+        if _size(program, data) > self._max_bytes:
             return False
         self.drop(owner, program.id)
         self._programs[owner, program.id] = program, data
-        self._num_bytes += len(data)
+        self._num_bytes += _size(program, data)
         while self._num_bytes > self._max_bytes:
-            _, (_, oldest) = self._programs.popitem(last=False)
-            self._num_bytes -= len(oldest)
+            _, oldest = self._programs.popitem(last=False)
+            self._num_bytes -= _size(*oldest)
         return True
 
     def get(self, owner: str, program_id: str) -> tuple[Program, bytes] | None:
@@ -57,7 +59,7 @@ class ProgramStore:
         found = self._programs.pop((owner, program_id), None)
         if found is None:
             return False
-        self._num_bytes -= len(found[1])
+        self._num_bytes -= _size(*found)
         return True
 
     def encoder(self, info: EngineInfo) -> Encoder:
@@ -73,6 +75,11 @@ class ProgramStore:
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _size(program: Program, data: bytes) -> int:
+    """Bytes that a program takes, about: its JSON, and each operation as objects."""
+    return len(data) + _NODE_BYTES * len(program.nodes)
 
 
 class _Tokenizer:

@@ -44,7 +44,7 @@ async def register(request: Request) -> Response:
         program = await asyncio.to_thread(_decoded, data)
     if not context.programs.put(request.state.owner.name, program, data):
         limit = context.config.program_cache_bytes
-        raise invalid(f"the program has {len(data)} bytes; the limit is {limit}", None)
+        raise invalid(f"the program is larger than all programs may be, {limit} bytes")
     return JsonBody(_described(program))
 
 

@@ -52,6 +52,8 @@ def test_the_id_depends_on_the_content_alone() -> None:
     assert everything.compile().id == everything.compile().id
     assert everything.compile().id != everything.compile(style="x").id
     assert len(everything.compile().id) == 32
+    assert everything.compile() == everything.compile()
+    assert len({everything.compile(), everything.compile(), everything.compile(style="x")}) == 2
 
 
 def test_no_folder_of_this_machine_is_told() -> None:
