@@ -99,6 +99,11 @@ class TextCheck(Protocol):
     def residuals(self) -> Sequence[Residual]: ...
 
     @property
+    def heaviest(self) -> int:
+        """How much one token can add to what a text still needs, in bytes, from above."""
+        ...
+
+    @property
     def words(self) -> Sequence[bytes]:
         """Keys that some object must have, as `"key":`: what a way to the end may need."""
         ...

@@ -27,9 +27,9 @@ from .masks import allowed_ids
 from .vocabulary import Vocabulary
 
 MAX_MASKS = 64  # of a search while others wait
-_NUM_WALKS = 8  # for a start
+NUM_WALKS = 8  # for a start
 _MAX_START_MASKS = 3000  # of the first of them
-_MAX_SEARCHED = 16  # tokens of a text for which shorter ones are looked for
+MAX_SEARCHED = 16  # tokens of a text for which shorter ones are looked for
 _MAX_PATTERN_MASKS = 2000
 _MAX_LAID_STEPS = 40  # after which a layout may have no way of its own
 _MAX_CANONICAL = 4096  # texts whose ids are kept
@@ -160,18 +160,24 @@ class Closer:
         return ids if len(ids) <= max_tokens else None
 
     def shortest(
-        self, place: Place, max_tokens: int, check: TextCheck | None = None
+        self,
+        place: Place,
+        max_tokens: int,
+        check: TextCheck | None = None,
+        *,
+        num_walks: int = NUM_WALKS,
     ) -> list[int] | None:
-        """For a start: of several ways the one with the fewest tokens; None: none was found."""
+        """For a start: of several ways the one with the fewest tokens; None: none was found.
+
+        Texts that are longer than a few tokens are walked once: their start is forced.
+        """
         best: list[int] | None = None
         if place.is_free:
             search = Search(num_masks=_MAX_PATTERN_MASKS, is_start=True)
             letters = _Walk(self, place.fork(), search, 0).through_pattern()
             best = None if letters is None else self.shorter(place, list(letters))
-        for variant in range(2 * _NUM_WALKS):
-            if variant > 0 and best is not None and len(best) > _MAX_SEARCHED:
-                break  # its start is forced: others would hardly be shorter
-            if variant >= _NUM_WALKS and best is not None:
+        for variant in range(num_walks):
+            if best is not None and len(best) > MAX_SEARCHED:
                 break
             num_masks = 256 if variant % 4 or place.is_free else _MAX_START_MASKS
             search = Search(num_masks, variant=variant, is_start=True, check=check)

@@ -189,6 +189,7 @@ class GatedCheck:
         self._gate = gate
         self._inner = inner
         self.residuals: Sequence[Residual] = inner.residuals
+        self.heaviest = inner.heaviest
         self.words: Sequence[bytes] = inner.words
         self.strings: Sequence[bytes] = inner.strings
 

@@ -190,8 +190,11 @@ class Instances:
         if want > 1:
             base = self._items(merged, max(size, 1), wanted, counts, depth) or []
             others = self._values(merged.items_at(len(base) - 1), want + 1, depth + 1)
+            is_unique = any(schema.get("uniqueItems") for schema in merged.schemas())
+            taken = {_key(item) for item in base[:-1]} if is_unique else ()
             for other in others if base else ():
-                yield [*base[:-1], other]
+                if _key(other) not in taken:
+                    yield [*base[:-1], other]
 
     def _items(
         self,
@@ -403,11 +406,13 @@ class _Merged:
 
 def _numbers(merged: _Merged, want: int, *, is_integer: bool) -> Iterable[Json]:
     step = max([_number(n.schema, "multipleOf", 1) for n in merged.having("multipleOf")] or [1.0])
-    low, high = -(2.0**53), 2.0**53
-    for keyword in ("minimum", "exclusiveMinimum"):
-        low = max(low, merged.most(keyword, low) + (step if keyword[0] == "e" else 0))
-    for keyword in ("maximum", "exclusiveMaximum"):
-        high = min(high, merged.least(keyword, high) - (step if keyword[0] == "e" else 0))
+    low, high = -(2.0**63), 2.0**63
+    low = merged.most("minimum", low)
+    high = merged.least("maximum", high)
+    if merged.having("exclusiveMinimum"):
+        low = max(low, merged.most("exclusiveMinimum", low) + step)
+    if merged.having("exclusiveMaximum"):
+        high = min(high, merged.least("exclusiveMaximum", high) - step)
     start = 0.0 if low <= 0 <= high else low if low > 0 else high
     sign = 1 if start >= 0 and not (start == 0 and high < want * step) else -1
     first = start if step == 0 else -(-start // step) * step if sign > 0 else start // step * step

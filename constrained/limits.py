@@ -55,7 +55,7 @@ class GrammarLimits:
         self._check_repeats(_QUOTED.sub("x", grammar), None, None)
 
     def _check_repeats(self, pattern: str, pointer: str | None, keyword: str | None) -> None:
-        written_out = _written_out_size(pattern)
+        written_out = written_out_size(pattern)
         if written_out > self.regex_size:
             raise GrammarError(
                 f"repeats add up to {written_out} characters; the limit is {self.regex_size}",
@@ -66,7 +66,7 @@ class GrammarLimits:
             )
 
 
-def _written_out_size(pattern: str) -> int:
+def written_out_size(pattern: str) -> int:
     """Upper bound of the number of characters when `{m,n}` is written out; O(len(pattern)).
 
     Malformed patterns get some number: their errors are the engine's to report.

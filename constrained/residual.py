@@ -24,6 +24,7 @@ import jsonschema_rs
 from .instances import Instances
 from .rewrite import Residual
 from .schema_walk import Draft, Json, Node, Resolver, children, escape, reachable
+from .schema_weight import heaviest
 from .spec import GrammarError
 
 _NUMBER = b"+-.0123456789eE"
@@ -66,6 +67,7 @@ class SchemaCheck:
             if residual.keyword == "uniqueItems" and residual.pointer in self._plan.checked
         }
         self._parts = self._make_parts(document, sorted(self._plan.checked))
+        self.heaviest = heaviest(document)
         self._instances = Instances(document, draft)
         self._witnesses = self._find_witnesses() if residuals else {}
         self.strings = tuple(_to_text(text)[1:] for text in self._instances.strings)

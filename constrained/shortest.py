@@ -7,7 +7,7 @@ Its tokens are the way out that every request of the grammar begins with, and th
 from __future__ import annotations
 
 from .backend import GrammarState, TextCheck
-from .budget import Closer, place_of
+from .budget import MAX_SEARCHED, NUM_WALKS, Closer, place_of
 from .spec import GrammarError
 
 _MAX_TOKENS = 4096
@@ -28,22 +28,26 @@ def shortest_text(
         proposed = closer.vocabulary.encode(proposal)
         if closer.proves(place, proposed):
             return tuple(proposed)
-    ids = closer.shortest(place, _MAX_TOKENS, check)
-    if ids is None and check is not None:
+    if check is None:
+        ids = closer.shortest(place, _MAX_TOKENS, num_walks=2 * NUM_WALKS)
+        return None if ids is None else tuple(ids)
+    ids = closer.shortest(place, _MAX_TOKENS, check, num_walks=1)
+    if ids is None:
         found = [closer.spelt(place.state, text) for text in check.examples()]
         proven = [ids for ids in found if ids and closer.proves(place, ids)]
         ids = min(proven, key=len, default=None)
+    if ids is None or len(ids) <= MAX_SEARCHED:
+        others = closer.shortest(place, _MAX_TOKENS, check)
+        ids = min((way for way in (ids, others) if way is not None), key=len, default=None)
     if ids is not None:
         return tuple(ids)
-    if check is None:
-        return None
     residuals = check.residuals
     if not residuals:
         raise GrammarError(f"no text of at most {_MAX_TOKENS} tokens was found")
     first = residuals[0]
-    others = "" if len(residuals) == 1 else f", with {len(residuals) - 1} more that are checked"
+    more = "" if len(residuals) == 1 else f", with {len(residuals) - 1} more that are checked"
     raise GrammarError(
-        f"{first.keyword}: no text that satisfies it was found{others}",
+        f"{first.keyword}: no text that satisfies it was found{more}",
         pointer=f"{first.pointer}/{first.keyword}",
         keyword=first.keyword,
         suggestion="add an example of a valid value to the schema (`examples`)",

@@ -99,6 +99,7 @@ class TagCheck:
         )
 
         found = checks.values()
+        self.heaviest = 1 << 30  # not known
         self.words = tuple(dict.fromkeys(word for check in found for word in check.words))
         self.strings = tuple(dict.fromkeys(text for check in found for text in check.strings))
 

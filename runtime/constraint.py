@@ -55,6 +55,7 @@ class Constraint:
         "_reserve",
         "_retry",
         "_shape",
+        "_step",
         "_text",
         "_vocabulary",
         "_watch_below",
@@ -91,6 +92,12 @@ class Constraint:
         # With more tokens left than this the end is not looked for.
         self._reserve = 2 * len(shortest) + RESERVE
         self._watch_below = 1 << 62
+        # Each token can take so many of those to spare; what is held back is never lost.
+        self._step = (
+            2
+            if self._cursor is not None
+            else 1 + (1 << 30 if compiled.check is None else compiled.check.heaviest)
+        )
         self._retry = RETRY
         self._num_rejects = 0
         self._num_follow = 0  # tokens of the way out that must come now
@@ -164,7 +171,7 @@ class Constraint:
             self._next_way = found
             self._retry = RETRY
             spare = num_left - len(found) - self._reserve
-            self._watch_below = num_left - max(0, spare) // 2
+            self._watch_below = num_left - max(0, spare) // self._step
             return True
         if not can_wait or num_left == 0 or (way_out is not None and not is_held):
             return False
@@ -284,6 +291,8 @@ class Constraint:
             if self._can_choose(row, place, self._ids[place]):
                 found.append(place)
         if not found:
+            for token_id in self._ids[min(num_released, last) : last]:
+                self.accept(token_id)
             return None
         keep = found[-1]
         stands = found[-1] if len(found) >= wanted else min(num_released, last)

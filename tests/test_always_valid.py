@@ -1,0 +1,142 @@
+"""Constrained texts end valid whatever the model says and however few tokens there are."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from palmette.constrained.spec import GrammarSpec
+from palmette.runtime.config import SchedulerConfig
+from palmette.runtime.engine import Engine
+from palmette.runtime.fake_runner import Answer, fake_engine, run_all
+from palmette.runtime.request import LogprobOptions, Request, SamplingParams
+
+BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
+def schemas() -> list[Any]:
+    from always_valid import BUILT_IN
+
+    return list(BUILT_IN)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = fake_engine(page_size=4)
+    yield engine
+    engine.check()
+    engine.close()
+
+
+def ask(name: str, schema: Any, max_tokens: int, **changes: Any) -> Request:
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 1} | changes
+    logprobs = LogprobOptions(output=bool(options.pop("logprobs", False)))
+    return Request(
+        request_id=name,
+        prompt_ids=tuple(b"Give me"),
+        grammar=GrammarSpec.json_schema(schema),
+        sampling=SamplingParams(max_new_tokens=max_tokens, **options),
+        logprobs=logprobs,
+    )
+
+
+def least_of(engine: Engine, schema: Any) -> int:
+    got = run_all(engine, [ask("least", schema, 1)])["least"]
+    if got.error is None:
+        return 1
+    assert got.error.code == "invalid_value", got.error
+    return int(got.error.message.rpartition(" ")[2])
+
+
+def assert_valid(schema: Any, got: Answer, max_tokens: int) -> None:
+    assert got.error is None, (schema, max_tokens, got.error)
+    assert 0 < len(got.token_ids) <= max_tokens
+    value = json.loads(got.text)
+    assert jsonschema_rs.validator_for(schema).is_valid(value), (schema, got.text)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_every_kind_of_schema_at_the_least_and_just_over(engine: Engine, part: int) -> None:
+    rng = random.Random(part)
+    for schema in schemas()[part::6]:
+        least = least_of(engine, schema)
+        limits = [least, least + 1, least + 2, *(least + rng.randint(3, 40) for _ in range(3))]
+        requests = [
+            ask(str(i), schema, limit, seed=i, logprobs=i % 2 == 1)
+            for i, limit in enumerate(limits)
+        ]
+        for name, got in run_all(engine, requests).items():
+            assert_valid(schema, got, limits[int(name)])
+            if int(name) % 2:
+                assert len(got.logprobs) == len(got.token_ids)
+
+
+def test_jumping_changes_no_text(engine: Engine) -> None:
+    walking = fake_engine(page_size=4, scheduler=SchedulerConfig(jump_forward=False))
+    for schema in schemas()[::3]:
+        least = least_of(engine, schema)
+        for extra in (0, 1, 9, 30):
+            request = ask("r", schema, least + extra, seed=extra)
+            jumped, walked = run_all(engine, [request])["r"], run_all(walking, [request])["r"]
+            assert jumped.token_ids == walked.token_ids
+    walking.close()
+
+
+def test_preemption_changes_no_text(engine: Engine) -> None:
+    for schema in schemas()[1::4]:
+        limit = least_of(engine, schema) + 12
+        request = ask("r", schema, limit, seed=3)
+        alone = run_all(engine, [request])["r"]
+        engine.submit([request])
+        text, num_steps = "", 0
+        while engine.has_work:
+            text += "".join(output.text for output in engine.step())
+            num_steps += 1
+            if num_steps % 3 == 0:
+                engine.preempt("r")
+        assert text == alone.text
+        assert_valid(schema, alone, limit)
+
+
+def test_a_stop_string_cuts_a_text_that_would_have_ended_valid(engine: Engine) -> None:
+    schema = schemas()[6]
+    limit = least_of(engine, schema) + 20
+    got = run_all(engine, [ask("r", schema, limit, stop=("age",))])["r"]
+    assert got.error is None and "age" not in got.text
+    assert got.finish is not None and got.finish.matched == "age"
+
+
+def test_a_schema_without_any_text_is_refused_with_the_keyword(engine: Engine) -> None:
+    schema = {"type": "array", "items": {"enum": [0, 1]}, "minItems": 3, "uniqueItems": True}
+    got = run_all(engine, [ask("r", schema, 50)])["r"]
+    assert got.error is not None and got.error.code == "grammar"
+    assert got.error.issue is not None and got.error.issue.keyword == "uniqueItems"
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_default_model_too() -> None:
+    from collections import Counter
+
+    from always_valid import chosen, generate
+
+    import palmette as pm
+
+    totals: Counter[str] = Counter()
+    engine = pm.Engine.load(pm.EngineConfig(kv_tokens=8192))
+    served = chosen(engine, None, totals)[::2]
+    wrong = list(generate(engine, served[:20], 3, totals))
+    engine.close()
+    assert wrong == []
+    assert totals["valid"] == totals["generations"] == 60
