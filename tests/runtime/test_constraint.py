@@ -68,7 +68,9 @@ def test_the_choice_that_failed_is_not_made_again() -> None:
 
 def test_text_is_given_out_once_it_can_no_longer_be_taken_back() -> None:
     engine = fake_engine(page_size=4)
-    engine.submit([ask(TAGGED, seed=3)])
+    checked = {**UNIQUE, "items": {"type": "integer", "minimum": 0, "maximum": 99}}
+    properties = {**TAGGED["properties"], "list": checked}
+    engine.submit([ask({**TAGGED, "properties": properties}, seed=3)])
     text, ends = "", []
     while engine.has_work:
         for output in engine.step():
