@@ -88,10 +88,12 @@ _Way = int | _InFree | _InJson  # the step that stands next
 class TagCheck:
     """See `residual.SchemaCheck`; of a whole tag document. Immutable, shared by its sequences."""
 
-    def __init__(self, root: Part, checks: Mapping[JsonPart, SchemaCheck]):
+    def __init__(self, root: Part, checks: Mapping[JsonPart, SchemaCheck], *, follows: bool):
+        """`follows` False: a document whose ways can't be followed; nothing in it is checked."""
         self._checks = checks
+        self._follows = follows
         self._program: list[_Step] = [_MATCH]
-        self._start = self._compile(root, (), 0)
+        self._start = self._compile(root, (), 0) if follows else 0
         self.residuals = tuple(
             replace(residual, pointer=f"{part.pointer}{residual.pointer}")
             for part, check in checks.items()
@@ -107,11 +109,13 @@ class TagCheck:
         """None: the document proposes a text itself."""
         return []
 
-    def cursor(self) -> TagCursor:
-        return TagCursor(self._program, self._start)
+    def cursor(self) -> TagCursor | None:
+        return TagCursor(self._program, self._start) if self.residuals else None
 
     def is_valid(self, text: bytes) -> bool:
-        cursor = self.cursor()
+        if not self._follows:
+            return True
+        cursor = TagCursor(self._program, self._start)
         cursor.push(text)
         return cursor.may_end
 
@@ -220,15 +224,13 @@ def _overlaps(text: bytes, end: bytes) -> bool:
 
 
 def tag_check(root: Part, checks: Mapping[JsonPart, SchemaCheck]) -> TagCheck | None:
-    """The check of a document; None when its grammar says it all.
+    """The check of a document; None when it has no JSON.
 
     Raises:
         GrammarError: a part is to be checked, and the document has parts that can't be followed.
     """
-    found = [(part, residual) for part, check in checks.items() for residual in check.residuals[:1]]
-    if not found:
+    if not checks:
         return None
-    part, residual = found[0]
     reason = next(
         (
             f"beside a {'regex' if isinstance(other, Regex) else 'grammar'}"
@@ -239,9 +241,13 @@ def tag_check(root: Part, checks: Mapping[JsonPart, SchemaCheck]) -> TagCheck | 
     )
     try:
         if reason is None:
-            return TagCheck(root, checks)
+            return TagCheck(root, checks, follows=True)
     except GrammarError as error:
         reason = f"here: {error}"
+    found = [(part, residual) for part, check in checks.items() for residual in check.residuals[:1]]
+    if not found:
+        return TagCheck(root, checks, follows=False)
+    part, residual = found[0]
     raise GrammarError(
         f"{residual.keyword}: can't be checked {reason}",
         pointer=_pointer(part, residual),

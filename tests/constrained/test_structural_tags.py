@@ -399,6 +399,7 @@ def test_the_cursor_reads_what_the_grammar_takes(
     for seed in range(20):
         ids = random_text(tree(form), compiler, seed)
         state, cursor = compiler.get(tree(form)).start(), check.cursor()
+        assert cursor is not None
         for token_id in ids:
             assert state.accept(token_id)
             if cursor.push(vocabulary.token_bytes[token_id]) is not None:
@@ -413,7 +414,7 @@ def follower(form: Form, compiler: GrammarCompiler) -> TagCheck:
     check = compiler.get(tree(marked)).check
     assert isinstance(check, TagCheck)
     cursor = check.cursor()
-    assert cursor.push(b"\0[]\0") is None
+    assert cursor is not None and cursor.push(b"\0[]\0") is None
     return _Started(check, cursor)
 
 
@@ -423,7 +424,7 @@ class _Started(TagCheck):
     def __init__(self, check: TagCheck, cursor: TagCursor) -> None:
         self._cursor = cursor
 
-    def cursor(self) -> TagCursor:
+    def cursor(self) -> TagCursor | None:
         return self._cursor.fork()
 
 
@@ -431,6 +432,7 @@ def test_a_cursor_holds_a_value_back_and_can_be_cut(compiler: GrammarCompiler) -
     check = compiler.get(tree(CASES["a check in a tag"][0])).check
     assert isinstance(check, TagCheck)
     cursor = check.cursor()
+    assert cursor is not None
     assert cursor.push(b'say <tool=f>{"l":[1,') is None
     assert cursor.held_from == len('say <tool=f>{"l":')
     assert cursor.push(b"1") is None
