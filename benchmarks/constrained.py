@@ -38,7 +38,13 @@ from palmette.constrained.spec import Formats, GrammarError, GrammarSpec, KeyOrd
 from palmette.constrained.vocabulary import Vocabulary
 
 SUITE_SPLITS = ("draft2020-12", "draft7")
-NO_VALUE = ("Unsatisfiable schema", "no value", "no text satisfies", "value of this schema is inf")
+NO_VALUE = (
+    "Unsatisfiable schema",
+    "no value",
+    "no text satisfies",
+    "no text that satisfies",
+    "value of this schema is inf",
+)
 OUTCOMES = ("exact", "residual", "order", "empty", "refused", "over", "under")
 
 

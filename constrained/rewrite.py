@@ -201,7 +201,7 @@ class Rewriter:
             entries = schema.pop(keyword, None)
             for name, value in entries.items() if isinstance(entries, dict) else ():
                 if isinstance(value, list):
-                    value = {"required": [name, *value]} if value else True
+                    value = {"required": [*value, name]} if value else True
                 if value is not True and value != {}:
                     wanted.append((keyword, name, value))
         for i, (keyword, name, value) in enumerate(wanted):
