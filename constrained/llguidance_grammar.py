@@ -158,7 +158,8 @@ def _refers(node: Node, target: str) -> bool:
 
 
 # Signs of a message that says what is lacking; other messages: it is malformed.
-_LACKS = {"pattern": ("look", "backref"), "patternProperties": ("disjoint", "look", "backref")}
+_LIMITS = ("look", "backref", "Unable to determine")
+_LACKS = {"pattern": _LIMITS, "patternProperties": (*_LIMITS, "disjoint")}
 # Signs of a message that says no value is allowed, or that the schema is broken.
 _FINAL = ("greater", "nsatisfiable", "unclosed", "escapes")
 _EMPTY = ("nsatisfiable", "NoExtensionBias", "greater", "required property", "incompatible")

@@ -16,6 +16,7 @@ _CLEARER = (
         "lookarounds not supported",
         r"lookarounds (\b, \B, ^ or $ inside) are not supported",
     ),
+    ("Unable to determine", "together with the other patterns it has too many states"),
     ("NoExtensionBias", "some rule has no finite text, or only an ambiguous one"),
     ("Too many items", "too many ways to read the text; write longer literals or fewer rules"),
     ("is not JSON serializable", "the engine can't read it"),

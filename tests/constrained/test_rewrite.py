@@ -166,6 +166,16 @@ RESIDUAL: list[tuple[dict[str, Any], str, list[str], list[str]]] = [
         [f'"{"x" * 100}"', f'"{"a " * 20}a"'],
     ),
     (
+        {
+            "type": "string",
+            "format": "email",
+            "pattern": "^\\w+([.-]?\\w+)*@\\w+([.-]?\\w+)*([.]\\w{2,3})+$",
+        },
+        "pattern",
+        ['"a.b@c.org"'],
+        ['"a.b@c"', '"a_b@c_d.org"'],
+    ),
+    (
         {"type": "object", "patternProperties": {"^(?=a)": {"type": "null"}}},
         "patternProperties",
         ['{"ab":null,"b":1}'],
