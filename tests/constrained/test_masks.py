@@ -103,6 +103,23 @@ def test_rows_are_filled_together_and_others_stay(compiler: GrammarCompiler) -> 
     assert (buffer[-1] == -1).all()
 
 
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_many_rows_on_several_threads_are_those_of_one(
+    vocabulary: Vocabulary, num_threads: int
+) -> None:
+    backend = LLGuidanceBackend(num_threads=num_threads)
+    grammar = backend.compile(GrammarSpec.json_schema({"type": "array"}), vocabulary)
+    states = [grammar.start() for _ in range(24)]
+    for i, state in enumerate(states):
+        assert all(state.accept(ord("[")) for _ in range(i % 5 + 1))
+    assert states[0].accept(ord("]"))
+    assert states[0].accept(vocabulary.stop_ids[0])  # it has ended
+    buffer = masks.allocate(len(states), vocabulary.size)
+    assert masks.fill_rows(buffer, states, range(len(states))) == {}
+    for row, state in zip(buffer, states, strict=True):
+        assert masks.allowed_ids(row).tolist() == ids_of_mask(state, vocabulary)
+
+
 def test_a_row_that_hits_a_limit_fails_alone(vocabulary: Vocabulary) -> None:
     """The repeats explode some way behind the digits, further than compiling looks ahead."""
     backend = LLGuidanceBackend(GrammarLimits(regex_size=10**9))
