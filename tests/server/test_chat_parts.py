@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from running_server import RunningServer, events
 
-THREE = {"type": "array", "items": {"enum": [0, 1, 22]}, "minItems": 3, "maxItems": 3}
-LIST = {"type": "json_schema", "json_schema": {"schema": THREE}}
+UNIQUE = {"type": "array", "items": {"enum": [0, 1, 22]}, "minItems": 3, "uniqueItems": True}
+LIST = {"type": "json_schema", "json_schema": {"schema": UNIQUE}}
 PLACE = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1}},
@@ -110,7 +110,7 @@ def test_the_schema_holds_behind_thinking(servers: Any) -> None:
     answer = chat(servers("thinks"), "<think>\n[0,0]</think>[0, 0, 1", response_format=LIST)
     reasoning, content, reason = parts(answer)
     assert (reasoning, reason) == ("[0,0]", "stop")
-    assert len(json.loads(content)) == 3
+    assert sorted(json.loads(content)) == [0, 1, 22]
 
 
 @pytest.mark.parametrize("how", ["enable_thinking", "chat_template_kwargs"])
@@ -122,7 +122,7 @@ def test_rt_think_off(servers: Any, how: str) -> None:
     answer = chat(server, "<think>x</think>[", response_format=LIST, **options)
     reasoning, content, _ = parts(answer)
     assert reasoning is None
-    assert len(json.loads(content)) == 3
+    assert sorted(json.loads(content)) == [0, 1, 22]
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
@@ -132,14 +132,14 @@ def test_a_model_that_may_think(servers: Any) -> None:
     assert parts(chat(server, "so it is </think>")) == (None, "so it is </think>", "stop")
     answer = chat(server, "<think>hm</think>[", response_format=LIST)
     assert parts(answer)[0] == "hm"
-    assert len(json.loads(parts(answer)[1])) == 3
+    assert sorted(json.loads(parts(answer)[1])) == [0, 1, 22]
 
 
 def test_any_model_with_a_named_end(servers: Any) -> None:
     server = servers("plain")
     answer = chat(server, "step one. DONE [", response_format=LIST, reasoning_end="DONE ")
     assert parts(answer)[0] == "step one."
-    assert len(json.loads(parts(answer)[1])) == 3
+    assert sorted(json.loads(parts(answer)[1])) == [0, 1, 22]
     refused = server.post(
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "x"}], "reasoning_end": ""},
@@ -206,7 +206,7 @@ def test_auto_calls_in_xml(servers: Any) -> None:
 def test_an_answer_in_json_or_a_call(servers: Any) -> None:
     server = servers("hermes")
     answer = chat(server, "[0, 0", tools=TOOLS, response_format=LIST)
-    assert len(json.loads(parts(answer)[1])) == 3
+    assert sorted(json.loads(parts(answer)[1])) == [0, 1, 22]
     answer = chat(server, HERMES, tools=TOOLS, response_format=LIST)
     assert calls_of(answer) == [("weather", {"city": "Rome"})]
 
@@ -252,3 +252,26 @@ def test_a_tool_that_is_refused_is_named(
     if choice == "auto":
         tools[1]["function"]["strict"] = False
         assert servers(template).post("/v1/chat/completions", body).status_code == 200
+
+
+def test_a_structural_tag_in_the_tree_form(servers: Any) -> None:
+    """Case tag-two-tools, over HTTP."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": f"<tool={tool['function']['name']}>",
+            "content": {"type": "json_schema", "json_schema": tool["function"]["parameters"]},
+            "end": "</tool>",
+        }
+        for tool in TOOLS
+    ]
+    form = {"type": "triggered_tags", "triggers": ["<tool="], "tags": tags}
+    asked = {"type": "structural_tag", "format": form}
+    says = 'Hi <tool=weather>{"city":"Rome"}</tool>, <tool=walk>{}'
+    content = parts(chat(servers("plain"), says, response_format=asked))[1]
+    assert content.startswith('Hi <tool=weather>{"city":"Rome"}</tool>, <tool=weather>{')
+    assert content.count("</tool>") == 2
+    wrong = {"type": "structural_tag", "format": {"type": "token", "token": 3}}
+    body = {"messages": [{"role": "user", "content": "x"}], "response_format": wrong}
+    error = servers("plain").post("/v1/chat/completions", body).json()["error"]
+    assert (error["param"], error["pointer"]) == ("response_format", "/format/type")
