@@ -191,7 +191,7 @@ class ManagedBackend(Protocol):
         ...
 
 
-BACKENDS = ("llguidance", "outlines_core", "pure")
+BACKENDS = ("llguidance", "outlines_core", "xgrammar", "pure")
 
 
 def select_backend(name: str = "auto") -> GrammarBackend:
@@ -201,6 +201,8 @@ def select_backend(name: str = "auto") -> GrammarBackend:
 
     llguidance     json_schema, json_object, regex, choice, ebnf, lark, structural_tag
     outlines_core  regex, choice; `palmette[outlines]`; compiles in a process of its own
+    xgrammar       json_schema and json_object of shapes on its verified list;
+                   `palmette[xgrammar]`; compiles in a process of its own
     pure           regex, choice; Python only, the reference that tests compare with
 
     Raises:
@@ -215,6 +217,10 @@ def select_backend(name: str = "auto") -> GrammarBackend:
             from .outlines_core_backend import OutlinesCoreBackend
 
             return OutlinesCoreBackend()
+        case "xgrammar":
+            from .xgrammar_backend import XGrammarBackend
+
+            return XGrammarBackend()
         case "pure":
             from .pure_backend import PureBackend
 

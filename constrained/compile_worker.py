@@ -1,6 +1,6 @@
 """A process that compiles with engines that can't bound themselves, and may be killed for it.
 
-    python -m palmette.constrained.compile_worker llguidance|outlines_core
+    python -m palmette.constrained.compile_worker llguidance|outlines_core|xgrammar
 
 Reads messages (see `frames`) from its standard input and answers each on its standard output:
 first the vocabulary, then one grammar after the other. Ends with its input. `worker_pool` is the
@@ -27,7 +27,12 @@ _CPU_MARGIN_S = 30  # beyond the budget: the last resort, when nobody is left to
 
 
 def main() -> None:
-    build = {"llguidance": _llguidance, "outlines_core": _outlines_core}[sys.argv[1]]
+    engines = {
+        "llguidance": _llguidance,
+        "outlines_core": _outlines_core,
+        "xgrammar": _xgrammar,
+    }
+    build = engines[sys.argv[1]]
     source = sys.stdin.buffer
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what engines print is no message
@@ -79,6 +84,13 @@ def _llguidance(tokens: list[bytes], header: dict[str, Any]) -> Compile:
     from .llguidance_proof import proof_of
 
     return proof_of(tokens, header)
+
+
+def _xgrammar(tokens: list[bytes], header: dict[str, Any]) -> Compile:
+    """The engine's own serialisation, JSON text."""
+    from .xgrammar_backend import compiler_of
+
+    return compiler_of(tokens, header["stop_ids"])
 
 
 def _outlines_core(tokens: list[bytes], header: dict[str, Any]) -> Compile:
