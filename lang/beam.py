@@ -62,6 +62,11 @@ def beam(
         ValueError: a parameter is out of range.
         ProgramError: a request failed.
     """
+    if not isinstance(s, ProgramState):
+        raise TypeError(
+            f"beam: it waits for each step, and {type(s).__name__} reads with await; put it into a "
+            "plain program and `await program.run_async(...)`"
+        )
     line = caller_line()
     session = s._host.session
     if session is None:

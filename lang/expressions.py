@@ -333,11 +333,8 @@ def grammar_of(
         spec = GrammarSpec(kind=GrammarKind.REGEX, source=well_formed(regex))
     elif ebnf is not None:
         spec = GrammarSpec(kind=GrammarKind.EBNF, source=well_formed(ebnf))
-    elif isinstance(structural_tag, str | Mapping):
-        tag = well_formed(structural_tag) if isinstance(structural_tag, str) else structural_tag
-        spec = GrammarSpec.structural_tag(tag)
     elif structural_tag is not None:
-        raise ValueError(f"structural_tag: {structural_tag!r:.60} is neither JSON text nor a dict")
+        spec = _tag_spec(structural_tag)
     elif json_schema is not None:
         spec = _json_spec(json_schema)
     given = {name: value for name, value in options.items() if value is not None}
@@ -346,6 +343,14 @@ def grammar_of(
             raise ValueError(f"{next(iter(given))}: needs json_schema, whose option it is")
         return None
     return spec.with_options(**given)
+
+
+def _tag_spec(tag: object) -> GrammarSpec:
+    if isinstance(tag, str):
+        return GrammarSpec.structural_tag(well_formed(tag))
+    if isinstance(tag, Mapping):
+        return GrammarSpec.structural_tag(tag)
+    raise ValueError(f"structural_tag: {tag!r:.60} is neither JSON text nor a dict")
 
 
 def _json_spec(json_schema: object) -> GrammarSpec:

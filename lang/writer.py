@@ -199,8 +199,13 @@ class StateWriter:
 
     def _append(self, value: object) -> None:
         line = caller_line()
-        text = None if isinstance(value, str | Expr) else self._text_of(value)
-        expr = as_expr(value if text is None else text)
+        try:
+            expr = as_expr(value)
+        except TypeError:
+            text = self._text_of(value)
+            if text is None:
+                raise
+            expr = Constant(text)
         try:
             self._append_expr(expr, line)
         except ValueError as error:

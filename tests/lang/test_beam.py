@@ -131,3 +131,13 @@ def test_the_beams_of_a_step_are_one_batch() -> None:
 def test_parameters_have_ranges(width: int, max_tokens: int) -> None:
     with pytest.raises(ValueError, match="is out of range"):
         search.run(width, max_tokens, backend=FakeModel())
+
+
+def test_an_async_program_is_told_to_use_a_plain_one() -> None:
+    @pm.function
+    async def program(s: pm.AsyncState) -> None:
+        s += PROMPT
+        pm.beam(s, "story")  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match=r"await program\.run_async"):
+        program.run(backend=FakeModel())

@@ -114,6 +114,7 @@ def test_expressions_after_an_error_neither_hang_nor_hide_it() -> None:
 @pytest.mark.parametrize(
     "method",
     [
+        pm.constrained_likelihood,
         pm.token_length_normalized,
         pm.greedy_token_selection,
         pm.unconditional_likelihood_normalized,
@@ -135,6 +136,18 @@ def test_every_choices_method_works_after_a_repeated_token(
     rows = meta["input_token_logprobs"]
     assert isinstance(rows, list)
     assert all(isinstance(score.logprob, float) for row in rows for score in row)
+    means = [sum(score.logprob for score in row) / len(row) for row in rows]
+    assert meta["normalized_prompt_logprobs"] == means
+    wanted = {
+        pm.token_length_normalized: means,
+        pm.greedy_token_selection: meta.get("greedy_logprob_matrix"),  # column by column
+        pm.unconditional_likelihood_normalized: meta.get(
+            "normalized_unconditional_prompt_logprobs"
+        ),
+        pm.constrained_likelihood: meta.get("choice_probabilities"),
+    }[method]  # type: ignore[index]
+    assert isinstance(wanted, list)
+    assert state["x"] == [" ha", "a", " ho"][wanted.index(max(wanted))]
 
 
 def test_several_texts_of_one_gen(backend: EngineClient) -> None:
