@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .disjoint import are_disjoint
-from .schema_walk import Draft, Json, Node, Resolver, SchemaObject, children, draft_of
+from .preflight import effective_draft
+from .schema_walk import Draft, Json, Node, Resolver, SchemaObject, children
 from .spec import GrammarError
 
 _SAME_VALUE = frozenset("$ref allOf anyOf oneOf then else dependentSchemas dependencies".split())
-_ANNOTATIONS = frozenset(
+HARMLESS = frozenset(
     "title description $comment default examples deprecated readOnly writeOnly discriminator "
     "$schema $id id $defs definitions $anchor".split()
 )
@@ -54,7 +55,8 @@ class _Keys:
 class _Closing:
     def __init__(self, document: SchemaObject):
         self._document = document
-        self._resolver = Resolver(document, draft_of(document) or Draft.DRAFT2020)
+        self._draft = effective_draft(document)
+        self._resolver = Resolver(document, self._draft)
         self._nodes = self._reachable([Node("", document)])
         self._disjoint = {
             id(node.schema)
@@ -84,6 +86,8 @@ class _Closing:
         for schema in self._planned.values():  # only now: nothing that is looked at has changed
             keys = self._keys[id(schema)]
             if not keys.is_open:
+                if self._draft <= Draft.DRAFT7 and "$ref" in schema:
+                    _set_aside(schema)
                 _apply(schema, keys)
         return self._notes
 
@@ -147,7 +151,7 @@ class _Closing:
 
     def _is_pass(self, schema: SchemaObject) -> bool:
         """Whether it is nothing but a `$ref`, or a choice of branches that can be closed."""
-        words = schema.keys() - _ANNOTATIONS
+        words = schema.keys() - HARMLESS
         return words in ({"$ref"}, {"anyOf"}) or (
             words == {"oneOf"} and id(schema) in self._disjoint
         )
@@ -224,6 +228,14 @@ def _required(schema: SchemaObject) -> Iterator[str]:
         for name in names if isinstance(names, list) else ():
             if isinstance(name, str):
                 yield name
+
+
+def _set_aside(schema: SchemaObject) -> None:
+    """Up to draft 7 nothing counts beside a `$ref`: put it into `allOf`, and what it hid away."""
+    reference = schema.pop("$ref")
+    for word in schema.keys() - HARMLESS:
+        del schema[word]
+    schema["allOf"] = [{"$ref": reference}]
 
 
 def _apply(schema: SchemaObject, keys: _Keys) -> None:

@@ -198,6 +198,13 @@ def _with_origins(
     return nodes, {id(node.schema): node.pointer for node in nodes}
 
 
+def effective_draft(document: SchemaObject) -> Draft:
+    """The draft that `document` is read as."""
+    if "$schema" not in document and _is_draft7(document):
+        return Draft.DRAFT7
+    return draft_of(document) or Draft.DRAFT2020
+
+
 def _is_draft7(document: SchemaObject) -> bool:
     """Whether only the older draft takes the schema."""
     try:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from .backend import CompiledGrammar
+from .closing import HARMLESS
+from .preflight import effective_draft
 from .rewrite import widen
-from .schema_walk import Draft, Json, Node, Resolver, SchemaObject, children, draft_of, escape
+from .schema_walk import Draft, Json, Node, Resolver, SchemaObject, children, escape
 from .spec import ConstraintIssue, GrammarError, GrammarSpec, Policy
 
 _MAX_WEAKENED = 100  # parts of one schema
@@ -52,6 +54,7 @@ def compile_under_policy(
 @dataclass(slots=True)
 class _Weakened:
     issues: list[ConstraintIssue] = field(default_factory=list)
+    _draft: Draft = Draft.DRAFT2020
     _moved: list[tuple[str, str]] = field(default_factory=list)  # pointer now, in the source
 
     def without(self, source: str, error: GrammarError) -> str:
@@ -67,6 +70,7 @@ class _Weakened:
         if not isinstance(schema, dict):
             raise error
         graph = _Graph(schema)
+        self._draft = graph.draft
         self._weaken(graph, schema, error)
         if error.keyword == "$ref":  # one seldom comes alone
             while (found := graph.unknown()) is not None and len(self.issues) < _MAX_WEAKENED:
@@ -124,6 +128,10 @@ class _Weakened:
             if "type" not in schema:
                 schema["type"] = _types_of(values)
             return
+        if keyword == "$ref" and self._draft <= Draft.DRAFT7:
+            for name in schema.keys() - HARMLESS:  # they did not count beside it
+                del schema[name]
+            return
         had_any = "anyOf" in schema
         widen(schema, keyword)
         if keyword == "oneOf":
@@ -138,7 +146,8 @@ class _Graph:
 
     def __init__(self, document: SchemaObject):
         self._root = Node("", document)
-        self._resolver = Resolver(document, draft_of(document) or Draft.DRAFT2020)
+        self.draft = effective_draft(document)
+        self._resolver = Resolver(document, self.draft)
 
     def unknown(self) -> GrammarError | None:
         """The error of a `$ref` that leads out of the document, if one is left."""
