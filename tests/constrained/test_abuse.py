@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from palmette.constrained.vocabulary import Vocabulary
 
 BUDGET_S = 2.0
 MAX_CALL_S = 0.06
+STATM = Path("/proc/self/statm")
 KEYS = [f"k{i}" for i in range(1_000)]
 
 
@@ -266,6 +269,24 @@ def test_thousands_of_schemas_stay_within_the_cache(vocabulary: Vocabulary) -> N
             compiler.check(GrammarSpec.json_schema(json.dumps({"$ref": f"#/{i}"})))
     assert 0 < compiler.held_bytes <= limit
     assert compiler.num_remembered <= 1_024 + limit // 32_768
+    compiler.close()
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="the system does not tell the memory of a process")
+def test_memory_stays_where_it_is_with_ever_new_schemas(vocabulary: Vocabulary) -> None:
+    compiler = GrammarCompiler(vocabulary, select_backend(), cache_bytes=4 * 1024 * 1024)
+
+    def resident_mib() -> float:
+        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def compile_new(first: int, count: int) -> None:
+        for i in range(first, first + count):
+            compiler.check(object_with(3, title=str(i)))
+
+    compile_new(0, 300)  # until the cache is full
+    before = resident_mib()
+    compile_new(300, 600)
+    assert resident_mib() - before < 24
     compiler.close()
 
 

@@ -51,6 +51,7 @@ def ids_of_mask(state: GrammarState, vocabulary: Vocabulary) -> list[int]:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind.value)
 def test_mask_equals_what_accept_takes(compiler: GrammarCompiler, spec: GrammarSpec) -> None:
+    """rt-padded-vocab"""
     vocabulary = compiler.vocabulary
     rng = random.Random(7)
     for _ in range(6):

@@ -34,6 +34,7 @@ def feed(state: GrammarState, text: str) -> None:
 
 
 def test_no_stop_id_before_the_text_is_complete(compiler: GrammarCompiler) -> None:
+    """rt-stop-set"""
     stops = compiler.vocabulary.stop_ids
     state = compiler.get(SCHEMA).start()
     for byte in b'{"name":"a"':

@@ -516,6 +516,7 @@ def test_TXT_03_stops_in_the_prompt_do_not_end_a_request(prompt: list[int]) -> N
 
 
 def test_STR_01_bad_grammars_end_their_own_requests() -> None:
+    """rt-compile-fail"""
     engine = fake_engine()
     plain = [request(f"p{i}", [i, 5], max_new=20, ignore_eos=True) for i in range(8)]
     schemas = [

@@ -148,6 +148,7 @@ def test_det_07_streaming_equals_decode_for_any_ids(
 
 
 def test_directory_declares_ends_beginning_and_template(tokenizer: PalmetteTokenizer) -> None:
+    """rt-eos-missing: every file that names an end is heard."""
     assert tokenizer.eos_token_ids == (0, 2)
     assert tokenizer.bos_token_id is None  # the post-processor puts none
     assert tokenizer.chat_template == TEMPLATE
