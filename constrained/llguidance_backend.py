@@ -24,6 +24,7 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from palmette.kernels.cpu.checks import address_of
 from palmette.kernels.cpu.ops import usable_cores
 
 from .backend import CompiledGrammar, MaskRow
@@ -490,7 +491,7 @@ def _closing_ids(vocabulary: Vocabulary) -> tuple[int, ...]:
 def _address(array: NDArray[np.int32]) -> int:
     if array.dtype != np.int32 or not array.flags.c_contiguous:
         raise ValueError("a mask must be int32 and contiguous")
-    return array.ctypes.data
+    return address_of(array)
 
 
 def _first_line(message: str) -> str:
