@@ -352,10 +352,6 @@ def test_half_a_surrogate_pair_in_other_kinds(compiler: GrammarCompiler) -> None
         (GrammarSpec.lark('start: "a" b\nb: x'), 'lark: line 2, column 4: unknown name: "x"'),
         (GrammarSpec.lark("start: /(/"), "lark: line 1, column 8: unclosed group"),
         (
-            GrammarSpec.json_schema('{"items": {"pattern": "(a)\\\\1"}}'),
-            "pattern: backreferences are not supported (at /items/pattern)",
-        ),
-        (
             GrammarSpec.json_schema('{"type": "string", "minLength": 5, "maxLength": 2}'),
             "(at /minLength)",
         ),
