@@ -226,7 +226,11 @@ class LLGuidanceGrammar:
         encode = shared.vocabulary.encode
         self.exits = tuple(tuple(encode(exit_text)) for exit_text in text.exits)
         self.shortest = shortest_text(
-            self.start(), shared.closer, self.check, proposal=text.proposal
+            self.start(),
+            shared.closer,
+            self.check,
+            proposal=text.proposal,
+            pattern=text.pattern,
         )
         self.num_bytes = num_bytes
 

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from .backend import GrammarState, TextCheck
 from .budget import MAX_SEARCHED, NUM_WALKS, Closer, place_of
+from .pattern_texts import pattern_texts
 from .spec import GrammarError
 
 _MAX_TOKENS = 4096
 
 
 def shortest_text(
-    state: GrammarState, closer: Closer, check: TextCheck | None, *, proposal: str | None = None
+    state: GrammarState,
+    closer: Closer,
+    check: TextCheck | None,
+    *,
+    proposal: str | None = None,
+    pattern: str | None = None,
 ) -> tuple[int, ...] | None:
     """The ids of a short text that the grammar accepts and that passes `check`.
 
-    `proposal` is taken when it is one. None: none was found; only where there is no `check`.
+    `proposal` is taken when it is one; `pattern` is what the whole text has to match. None: none
+    was found; only where there is no `check`.
 
     Raises:
         GrammarError: none was found, with what is in the way.
@@ -29,12 +36,16 @@ def shortest_text(
         if closer.proves(place, proposed):
             return tuple(proposed)
     if check is None:
-        ids = closer.shortest(place, _MAX_TOKENS, num_walks=2 * NUM_WALKS)
+        texts = () if pattern is None else pattern_texts(pattern, NUM_WALKS)
+        ways = [ids for text in texts if (ids := closer.spelt(state, text.encode()))]
+        ways = [ids for ids in ways if closer.proves(place, ids)]
+        found = closer.shortest(place, _MAX_TOKENS, num_walks=NUM_WALKS * (1 if ways else 2))
+        ids = min((*ways, *([] if found is None else [found])), key=len, default=None)
         return None if ids is None else tuple(ids)
     ids = closer.shortest(place, _MAX_TOKENS, check, num_walks=1)
     if ids is None:
-        found = [closer.spelt(place.state, text) for text in check.examples()]
-        proven = [ids for ids in found if ids and closer.proves(place, ids)]
+        written = [closer.spelt(place.state, text) for text in check.examples()]
+        proven = [ids for ids in written if ids and closer.proves(place, ids)]
         ids = min(proven, key=len, default=None)
     if ids is None or len(ids) <= MAX_SEARCHED:
         others = closer.shortest(place, _MAX_TOKENS, check)
