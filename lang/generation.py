@@ -182,9 +182,11 @@ def gen(
         if type is not None:
             raise ValueError("type: is given twice; the first argument is a name or a type")
         name, type = None, name
-    given = locals()
-    del given["name"]
-    refuse_unused(given)
+    constraints = (choices, choices_method, regex, json_schema, ebnf, structural_tag, dtype, type)
+    if choices is not None or constraints.count(None) < len(constraints) - 1 or choices_method:
+        given = locals()
+        del given["name"], given["constraints"]
+        refuse_unused(given)
     if reasoning_end == "":
         raise ValueError("reasoning_end: may not be empty")
     output = None if type is None else output_type(cast(Any, type))
@@ -224,7 +226,7 @@ def gen(
             },
         ),
         seed=seed,
-        logit_bias=tuple(sorted((int(key), bias) for key, bias in (logit_bias or {}).items())),
+        logit_bias=_pairs(logit_bias) if logit_bias else (),
         repetition_penalty=repetition_penalty,
         skip_special_tokens=skip_special_tokens,
         reasoning_end=reasoning_end,
@@ -235,6 +237,10 @@ def gen(
         type=output,
     )
     return GenExpr(name, arguments)
+
+
+def _pairs(logit_bias: Mapping[int | str, float]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted((int(key), bias) for key, bias in logit_bias.items()))
 
 
 def gen_int(
