@@ -83,7 +83,7 @@ async def run_program_async(
 
     session = session_of(backend)
     if isinstance(session.client, RunsPrograms):  # to register it takes an HTTP call
-        await asyncio.to_thread(session.client.takes_program, program)
+        await asyncio.to_thread(session.client.takes_program, program.sent)
     state = run_program(program, given, backend=backend, stream=False, eager=False)
     host = state._host
     try:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from .expressions import PlannedOptions
 from .host import Bound, Gathered, Span, Turn
 from .ir import (
     ROOT,
@@ -229,6 +230,24 @@ class _Ids:
             case dict():
                 changed = {key: self.reference(item) for key, item in value.items()}
         return changed  # type: ignore[return-value]  # of the type that it was
+
+
+def untyped(program: Program) -> Program:
+    """The same requests, with texts for values of a type; the types stay with who reads them.
+
+    Not where a refused value would be asked for again: that is up to who has the type.
+    """
+    nodes: list[Node] = []
+    for node in program.nodes:
+        if isinstance(node, Gen) and isinstance(node.options, PlannedOptions):
+            written = node.options.arguments
+            if written.type is not None and not written.retry:
+                dtype = written.type.dtype or written.dtype
+                arguments = written._replace(type=None, dtype=dtype)
+                options = replace(node.options, type=None, arguments=arguments)
+                node = node._replace(options=options)
+        nodes.append(node)
+    return replace(program, nodes=tuple(nodes))
 
 
 # Facts

@@ -216,6 +216,15 @@ class Program:
 
         return encode(self)
 
+    @cached_property
+    def sent(self) -> Program:
+        """The program as a server is given it: without Python types."""
+        if all(node.options.type is None for node in self.nodes if isinstance(node, Gen)):
+            return self
+        from .passes import untyped
+
+        return untyped(self)
+
     @staticmethod
     def from_json(data: bytes | str) -> Program:
         """The program that `to_json` wrote.

@@ -96,7 +96,8 @@ def serve_program(
     Raises:
         ValueError: the arguments do not fit; as when it runs here.
     """
-    if not client.takes_program(program):
+    sent = program.sent
+    if not client.takes_program(sent):
         return None
     nodes = bind(program, arguments, defaults, session.chat)
     run_id = session.new_run_id()
@@ -104,8 +105,8 @@ def serve_program(
         request_id=run_id,
         prompt_ids=(0,),  # no prompt of its own
         sampling=_NOTHING_SAMPLED,
-        program_id=program.id,
-        program_json=program.to_json(),
+        program_id=sent.id,
+        program_json=sent.to_json(),
         body={
             "arguments": arguments.values,
             "sampling": _told_defaults(defaults),
@@ -232,18 +233,34 @@ def _outcome(
         error = event["error"]
         info = ErrorInfo(code=error["code"], message=error["message"])
         return program_error(node, info, source)
-    value, ids = event["text"], event["output_ids"]
-    first = value[0] if isinstance(value, list) else value
+    told, ids = event["text"], event["output_ids"]
+    try:
+        value = _typed(node, told)
+    except ValueError as error:
+        return program_error(node, ErrorInfo(code="validation", message=str(error)), source)
+    first = told[0] if isinstance(told, list) else told
     whole = event.get("whole_text")
     return Result(
         value=value,
         meta=_meta(event["meta_info"]),
         text=first if whole is None else whole,
         answer=None if whole is None else first,
-        texts=tuple(value) if isinstance(value, list) else (),
+        texts=tuple(told) if isinstance(told, list) else (),
         ids=None if ids is None else tuple(ids),
         tail=event["tail"],
     )
+
+
+def _typed(node: Gen | Select, told: str | list[str]) -> object:
+    """The value of a gen, of the type that it asks for.
+
+    Raises:
+        ValueError: the text is none of the type.
+    """
+    if not isinstance(node, Gen) or node.options.type is None:
+        return told
+    parse = node.options.type.parse
+    return list(map(parse, told)) if isinstance(told, list) else parse(told)
 
 
 def _meta(meta: Any) -> Any:

@@ -8,9 +8,10 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
+import pydantic
 import pytest
 from running_server import RunningServer, StartServer, events
 
@@ -450,3 +451,43 @@ def test_an_engine_that_dies_ends_the_run(start_server: StartServer) -> None:
         rest = [line for line in lines if line.startswith("data: ")]
     assert rest[-1] == "data: [DONE]"
     assert '"code":"unavailable"' in "".join(rest)
+
+
+def test_values_of_a_type_are_made_here(client: pm.RuntimeEndpoint, local: EngineClient) -> None:
+    @pm.function
+    def program(s: pm.ProgramState, question: str) -> object:
+        s += question
+        s["n"] = pm.gen(int, max_tokens=4)
+        s["list"] = pm.gen(Literal["abc", "bcd"], n=2)
+        s += f" {s['n']}"
+        return s["n"]
+
+    compiled = program.compile()
+    remote, here = (
+        compiled.run(question="hello", backend=one, temperature=0) for one in (client, local)
+    )
+    assert isinstance(remote._host.reading.sinks[0], ServedRun)
+    assert not isinstance(here._host.reading.sinks[0], ServedRun)
+    assert remote["n"] == here["n"] and type(remote["n"]) is int
+    assert remote["list"] == here["list"]
+    assert (remote.text(), remote.ret_value) == (here.text(), here.ret_value)
+
+
+def test_a_value_that_its_type_refuses_is_told(client: pm.RuntimeEndpoint) -> None:
+    @pm.function
+    def program(s: pm.ProgramState, question: str) -> None:
+        s += question
+        s["items"] = pm.gen(Annotated[list[int], Refused()], max_tokens=60)
+
+    state = program.compile().run(question="hello", backend=client)
+    assert isinstance(state._host.reading.sinks[0], ServedRun)
+    with pytest.raises(pm.ProgramError, match="never good enough") as caught:
+        state["items"]
+    assert caught.value.code == "validation"
+
+
+def Refused() -> pydantic.AfterValidator:
+    def refuse(value: list[int]) -> list[int]:
+        raise ValueError("never good enough")
+
+    return pydantic.AfterValidator(refuse)
