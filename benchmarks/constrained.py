@@ -62,7 +62,10 @@ def accepts(grammar: CompiledGrammar, vocabulary: Vocabulary, value: object) -> 
     state = grammar.start()
     text = json.dumps(plain_numbers(value), ensure_ascii=False)
     ids = vocabulary.encode(text)
-    if not all(state.accept(token_id) for token_id in ids) or not state.may_end:
+    try:
+        if not all(state.accept(token_id) for token_id in ids) or not state.may_end:
+            return False
+    except GrammarError:  # a limit of the engine ends the request
         return False
     check = grammar.check
     cursor = check.cursor() if check else None

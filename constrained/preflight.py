@@ -283,7 +283,7 @@ def _prepare_node(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
 
 _PATTERNS = "patternProperties"
 _REPEATED_GROUP = re.compile(r"[+*}]\)\{\d*,?(\d+)\}")  # of parts that have no fixed length
-_MAX_STATES = 1_200  # repeats times characters
+_MAX_STATES = 400  # repeats times characters
 
 
 def _rewrite_patterns(node: Node, totals: _Totals, limits: GrammarLimits) -> None:
