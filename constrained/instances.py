@@ -10,8 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from itertools import islice, product
 
-import jsonschema_rs
-
+from .merged_schemas import Merged, child_of, fits, number_of
 from .pattern_texts import pattern_texts
 from .schema_walk import Draft, Json, Node, Resolver, SchemaObject, escape
 from .spec import GrammarError
@@ -23,7 +22,6 @@ _MAX_ITEMS = 256  # of an array
 _MAX_OPTIONAL = 12  # optional keys that are tried one at a time
 _MAX_REQUIRED = 64
 _MAX_WORK = 1_000  # subschemas looked at, of one document
-_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 # Tried on patterns and formats.
 _PROBES = (
@@ -74,7 +72,7 @@ class Instances:
                 pattern = value.get("pattern")
                 if isinstance(pattern, str):
                     texts = pattern_texts(pattern)
-                    found |= dict.fromkeys([t for t in texts if _fits(pattern, t)][:2])
+                    found |= dict.fromkeys([t for t in texts if fits(pattern, t)][:2])
                 stack += list(value.values())[::-1]
         return list(found)
 
@@ -103,7 +101,7 @@ class Instances:
         self._known[key] = []  # a value inside itself has none
         found: dict[str, Json] = {}
         for view in islice(self._views(list(nodes)), _MAX_VIEWS):
-            for value in self._of_view(_Merged(view), want, depth):
+            for value in self._of_view(Merged(view), want, depth):
                 found.setdefault(_key(value), value)
         self._known[key] = sorted(found.values(), key=lambda value: len(_text(value)))
         return self._known[key]
@@ -140,7 +138,7 @@ class Instances:
             else:
                 yield from self._views([*(_bare(node) for node in plain), *added])
 
-    def _of_view(self, merged: _Merged, want: int, depth: int) -> Iterable[Json]:
+    def _of_view(self, merged: Merged, want: int, depth: int) -> Iterable[Json]:
         known = merged.known_values()
         if known is not None:
             yield from known
@@ -149,7 +147,7 @@ class Instances:
         for name in merged.types:
             yield from islice(self._of_type(name, merged, want, depth), max(want, _MAX_VALUES))
 
-    def _of_type(self, name: str, merged: _Merged, want: int, depth: int) -> Iterable[Json]:
+    def _of_type(self, name: str, merged: Merged, want: int, depth: int) -> Iterable[Json]:
         match name:
             case "null":
                 return (None,)
@@ -166,10 +164,12 @@ class Instances:
 
     # Arrays
 
-    def _arrays(self, merged: _Merged, want: int, depth: int) -> Iterable[Json]:
+    def _arrays(self, merged: Merged, want: int, depth: int) -> Iterable[Json]:
         least = int(merged.most("minItems", 0))
-        wanted = [_child(node, "contains") for node in merged.having("contains")]
-        counts = [int(_number(node.schema, "minContains", 1)) for node in merged.having("contains")]
+        wanted = [child_of(node, "contains") for node in merged.having("contains")]
+        counts = [
+            int(number_of(node.schema, "minContains", 1)) for node in merged.having("contains")
+        ]
         size = max(least, sum(counts))
         if size > _MAX_ITEMS:
             return
@@ -198,7 +198,7 @@ class Instances:
 
     def _items(
         self,
-        merged: _Merged,
+        merged: Merged,
         size: int,
         wanted: Sequence[Node],
         counts: Sequence[int],
@@ -223,7 +223,7 @@ class Instances:
 
     # Objects
 
-    def _objects(self, merged: _Merged, want: int, depth: int) -> Iterable[Json]:
+    def _objects(self, merged: Merged, want: int, depth: int) -> Iterable[Json]:
         required = merged.required()
         declared = merged.declared()
         base = self._object(merged, required, declared, depth)
@@ -248,7 +248,7 @@ class Instances:
                 yield {**base, name: other}
 
     def _object(
-        self, merged: _Merged, names: Sequence[str], declared: Sequence[str], depth: int
+        self, merged: Merged, names: Sequence[str], declared: Sequence[str], depth: int
     ) -> SchemaObject | None:
         names = merged.with_dependencies(names)
         least = int(merged.most("minProperties", 0))
@@ -265,10 +265,10 @@ class Instances:
             result[name] = values[0]
         return result
 
-    def _names(self, merged: _Merged, least: int, depth: int) -> list[str]:
+    def _names(self, merged: Merged, least: int, depth: int) -> list[str]:
         if least > _MAX_ITEMS:
             return []
-        rules = [_child(node, "propertyNames") for node in merged.having("propertyNames")]
+        rules = [child_of(node, "propertyNames") for node in merged.having("propertyNames")]
         strings: SchemaObject = {"type": "string"}
         declared = len(merged.declared())
         nodes = [Node("names", strings), *rules]
@@ -276,136 +276,12 @@ class Instances:
         names = [name for name in found if isinstance(name, str)]
         if any(schema.get("additionalProperties") is False for schema in merged.schemas()):
             patterns = merged.patterns()
-            names = [n for n in (*names, *_PROBES) if any(_fits(p, n) for p in patterns)]
+            names = [n for n in (*names, *_PROBES) if any(fits(p, n) for p in patterns)]
         return names
 
 
-class _Merged:
-    """Subschemas that all apply to one value, read together."""
-
-    def __init__(self, nodes: Sequence[Node]):
-        self.nodes = nodes
-        types = list(_TYPES)
-        for schema in self.schemas():
-            wanted = schema.get("type")
-            if wanted is None:
-                continue
-            names = [wanted] if isinstance(wanted, str) else wanted
-            assert isinstance(names, list)
-            if "number" in names:
-                names = [*names, "integer"]
-            types = [name for name in types if name in names]
-        if "integer" in types and "number" in types:
-            types.remove("number")
-        self.types = types
-
-    def schemas(self) -> list[SchemaObject]:
-        return [node.schema for node in self.nodes if isinstance(node.schema, dict)]
-
-    def having(self, keyword: str) -> list[Node]:
-        return [n for n in self.nodes if isinstance(n.schema, dict) and keyword in n.schema]
-
-    def most(self, keyword: str, default: float) -> float:
-        return max([_number(n.schema, keyword, default) for n in self.having(keyword)] or [default])
-
-    def least(self, keyword: str, default: float) -> float:
-        return min([_number(n.schema, keyword, default) for n in self.having(keyword)] or [default])
-
-    def known_values(self) -> list[Json] | None:
-        for schema in self.schemas():
-            if "const" in schema:
-                return [schema["const"]]
-        for schema in self.schemas():
-            values = schema.get("enum")
-            if isinstance(values, list):
-                return values
-        return None
-
-    @property
-    def hints(self) -> list[Json]:
-        found: list[Json] = []
-        for schema in self.schemas():
-            if "default" in schema:
-                found.append(schema["default"])
-            examples = schema.get("examples")
-            found += examples[:4] if isinstance(examples, list) else []
-        return found
-
-    def required(self) -> list[str]:
-        found: dict[str, None] = {}
-        for schema in self.schemas():
-            names = schema.get("required")
-            found |= dict.fromkeys(str(n) for n in (names if isinstance(names, list) else ()))
-        return list(found)
-
-    def declared(self) -> list[str]:
-        found: dict[str, None] = {}
-        for schema in self.schemas():
-            names = schema.get("properties")
-            if isinstance(names, dict):
-                found |= dict.fromkeys(name for name, child in names.items() if child is not False)
-        return list(found)
-
-    def patterns(self) -> list[str]:
-        found: list[str] = []
-        for schema in self.schemas():
-            patterns = schema.get("patternProperties")
-            found += list(patterns) if isinstance(patterns, dict) else []
-        return found
-
-    def with_dependencies(self, names: Sequence[str]) -> list[str]:
-        found = dict.fromkeys(names)
-        for _ in range(8):
-            size = len(found)
-            for schema in self.schemas():
-                for keyword in ("dependentRequired", "dependencies"):
-                    rules = schema.get(keyword)
-                    for name, wanted in rules.items() if isinstance(rules, dict) else ():
-                        if name in found and isinstance(wanted, list):
-                            found |= dict.fromkeys(str(other) for other in wanted)
-            if len(found) == size:
-                break
-        return list(found)
-
-    def property_nodes(self, name: str) -> list[Node]:
-        found: list[Node] = []
-        for node in self.nodes:
-            schema = node.schema
-            assert isinstance(schema, dict)
-            is_known = False
-            declared = schema.get("properties")
-            if isinstance(declared, dict) and name in declared:
-                found.append(Node(f"{node.pointer}/properties/{escape(name)}", declared[name]))
-                is_known = True
-            patterns = schema.get("patternProperties")
-            for pattern, child in patterns.items() if isinstance(patterns, dict) else ():
-                if _fits(pattern, name):
-                    place = f"{node.pointer}/patternProperties/{escape(pattern)}"
-                    found.append(Node(place, child))
-                    is_known = True
-            if not is_known and "additionalProperties" in schema:
-                found.append(_child(node, "additionalProperties"))
-        return found
-
-    def items_at(self, place: int) -> list[Node]:
-        found: list[Node] = []
-        for node in self.nodes:
-            schema = node.schema
-            assert isinstance(schema, dict)
-            items = schema.get("items")
-            keyword = "items" if isinstance(items, list) else "prefixItems"
-            prefix = schema.get(keyword)
-            if isinstance(prefix, list) and place < len(prefix):
-                found.append(Node(f"{node.pointer}/{keyword}/{place}", prefix[place]))
-                continue
-            rest = "additionalItems" if isinstance(items, list) else "items"
-            if rest in schema:
-                found.append(_child(node, rest))
-        return found
-
-
-def _numbers(merged: _Merged, want: int, *, is_integer: bool) -> Iterable[Json]:
-    step = max([_number(n.schema, "multipleOf", 1) for n in merged.having("multipleOf")] or [1.0])
+def _numbers(merged: Merged, want: int, *, is_integer: bool) -> Iterable[Json]:
+    step = max([number_of(n.schema, "multipleOf", 1) for n in merged.having("multipleOf")] or [1.0])
     low, high = -(2.0**63), 2.0**63
     low = merged.most("minimum", low)
     high = merged.least("maximum", high)
@@ -424,7 +300,7 @@ def _numbers(merged: _Merged, want: int, *, is_integer: bool) -> Iterable[Json]:
         yield from (low + (high - low) / 2, start + 0.5)
 
 
-def _strings(merged: _Merged, want: int) -> Iterable[Json]:
+def _strings(merged: Merged, want: int) -> Iterable[Json]:
     least, most = int(merged.most("minLength", 0)), int(merged.least("maxLength", 1 << 30))
     if least > 4096:
         return
@@ -434,7 +310,7 @@ def _strings(merged: _Merged, want: int) -> Iterable[Json]:
         if least:
             made += [text * -(-least // len(text)) for text in made if text]
         for text in dict.fromkeys((*made, *_PROBES)):
-            if least <= len(text) <= most and all(_fits(pattern, text) for pattern in patterns):
+            if least <= len(text) <= most and all(fits(pattern, text) for pattern in patterns):
                 yield text
         return
     if least == 0:
@@ -457,8 +333,8 @@ def _branches(node: Node) -> list[list[list[Node]]]:
         if _children(node, keyword)
     ]
     if "if" in schema:
-        then, other = _child(node, "then"), _child(node, "else")
-        found.append([[other], [_child(node, "if"), then]])
+        then, other = child_of(node, "then"), child_of(node, "else")
+        found.append([[other], [child_of(node, "if"), then]])
     for keyword in ("dependentSchemas", "dependencies"):
         rules = schema.get(keyword)
         parts = [
@@ -480,29 +356,11 @@ def _bare(node: Node) -> Node:
     return Node(node.pointer, {k: v for k, v in node.schema.items() if k not in _BRANCHING})
 
 
-def _child(node: Node, keyword: str) -> Node:
-    assert isinstance(node.schema, dict)
-    return Node(f"{node.pointer}/{keyword}", node.schema.get(keyword, True))
-
-
 def _children(node: Node, keyword: str) -> list[Node]:
     assert isinstance(node.schema, dict)
     parts = node.schema.get(keyword)
     listed = parts if isinstance(parts, list) else []
     return [Node(f"{node.pointer}/{keyword}/{i}", part) for i, part in enumerate(listed)]
-
-
-def _number(schema: Json, keyword: str, default: float) -> float:
-    value = schema.get(keyword) if isinstance(schema, dict) else None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else default  # type: ignore[arg-type]
-
-
-def _fits(pattern: str, text: str) -> bool:
-    try:
-        return bool(jsonschema_rs.is_valid({"pattern": pattern}, text))
-    except ValueError:
-        return True
 
 
 def _rank(declared: Sequence[str], name: str) -> int:

@@ -22,16 +22,15 @@ from urllib.parse import quote
 import jsonschema_rs
 
 from .instances import Instances
+from .residual_plan import Plan, make_plan
 from .rewrite import Residual
-from .schema_walk import Draft, Json, Node, Resolver, children, escape, reachable
+from .schema_walk import Draft, Json, escape
 from .schema_weight import heaviest
 from .spec import GrammarError
 
 _NUMBER = b"+-.0123456789eE"
 _MAX_PLACES = 200  # at which values are checked: of more no witness is looked for
-_OTHER_KEY = "\0"  # one that no schema declares
 _ROOT_URI = "urn:palmette:schema"
-_SAME_VALUE = frozenset(("allOf", "$ref"))
 _INSIDE = frozenset(("additionalItems", "additionalProperties", "items", "prefixItems"))
 _DRAFT7 = "http://json-schema.org/draft-07/schema#"
 _NEWEST = "https://json-schema.org/draft/2020-12/schema"
@@ -58,9 +57,9 @@ class SchemaCheck:
                 document["$schema"] = _DRAFT7  # see preflight
         self._formats = any(residual.keyword == "format" for residual in residuals)
         self._validator = _validator(document, self._formats)
-        self._plan = _Plan({}, {}, {}, set())
+        self._plan = Plan({}, {}, {}, set())
         if residuals:
-            self._plan = _make_plan(document, draft, self.residuals, is_dynamic=is_dynamic)
+            self._plan = make_plan(document, draft, self.residuals, is_dynamic=is_dynamic)
         self._unique = {
             residual.pointer
             for residual in self.residuals
@@ -165,141 +164,6 @@ class SchemaCheck:
 
     def to_check(self, nodes: Sequence[str]) -> list[str]:
         return [pointer for pointer in nodes if pointer in self._plan.checked]
-
-
-@dataclass(slots=True)
-class _Plan:
-    """By pointer of a subschema that has residuals in it or below."""
-
-    same: dict[str, list[str]]  # those that apply to the same value
-    named: dict[str, dict[str, str]]  # property -> subschema; "" is any other property
-    items: dict[str, tuple[list[str], str | None]]  # by place, and for all others
-    checked: set[str]
-
-    def expand(self, pointers: Iterable[str]) -> tuple[str, ...]:
-        found: dict[str, None] = {}
-        stack = [pointer for pointer in pointers if pointer in self.same]
-        while stack:
-            pointer = stack.pop()
-            if pointer not in found:
-                found[pointer] = None
-                stack += [other for other in self.same[pointer] if other in self.same]
-        return tuple(found)
-
-    def below(self, nodes: Sequence[str]) -> list[tuple[str, ...]]:
-        """What applies to the parts of a value under `nodes`, each kind of part once."""
-        keys: dict[str | int, None] = {}
-        for pointer in nodes:
-            for name in self.named.get(pointer, {}):
-                keys[name[1:] if name else _OTHER_KEY] = None
-            prefix, rest = self.items.get(pointer, ([], None))
-            keys |= dict.fromkeys(range(len(prefix) + (rest is not None)))
-        found: dict[tuple[str, ...], None] = {}
-        for key in keys:
-            targets = [self.target(pointer, key) for pointer in nodes]
-            found[self.expand([target for target in targets if target is not None])] = None
-        return list(found)
-
-    def places(self, root: tuple[str, ...], most: int) -> list[tuple[str, ...]]:
-        """What applies together anywhere in a document, from the root on."""
-        found = [root]
-        for nodes in found:  # grows meanwhile
-            found += [n for n in self.below(nodes) if n and n not in found][: most - len(found)]
-        return found
-
-    def target(self, pointer: str, key: str | int) -> str | None:
-        if isinstance(key, str):
-            names = self.named.get(pointer, {})
-            return names.get("." + key, names.get(""))
-        prefix, rest = self.items.get(pointer, ([], None))
-        return prefix[key] if key < len(prefix) else rest
-
-
-def _make_plan(
-    document: Json, draft: Draft, residuals: Sequence[Residual], *, is_dynamic: bool
-) -> _Plan:
-    if is_dynamic or not isinstance(document, dict) or _has_ids(document):
-        return _Plan({"": []}, {}, {}, {""})
-    resolver = Resolver(document, draft)
-    nodes = reachable(document, resolver)
-    below: dict[str, list[tuple[str, str]]] = {}
-    for node in nodes:
-        found = [(keyword, child.pointer) for keyword, child in children(node)]
-        assert isinstance(node.schema, dict)
-        if isinstance(node.schema.get("$ref"), str):
-            target = resolver.follow(node, str(node.schema["$ref"]))
-            found.append(("$ref", _pointer_of(target, nodes)))
-        below[node.pointer] = found
-    own = {residual.pointer for residual in residuals}
-    holding = _holding(below, own)
-    plan = _Plan({}, {}, {}, set())
-    for node in nodes:
-        if node.pointer in holding:
-            _plan_node(plan, node, below[node.pointer], holding, is_own=node.pointer in own)
-    return plan
-
-
-def _has_ids(document: Json, *, is_root: bool = True) -> bool:
-    if isinstance(document, dict):
-        own = any(isinstance(document.get(key), str) for key in ("$id", "id"))
-        return (own and not is_root) or any(
-            _has_ids(value, is_root=False) for value in document.values()
-        )
-    return isinstance(document, list) and any(_has_ids(v, is_root=False) for v in document)
-
-
-def _pointer_of(target: Node, nodes: Sequence[Node]) -> str:
-    return next((node.pointer for node in nodes if node.schema is target.schema), target.pointer)
-
-
-def _holding(below: dict[str, list[tuple[str, str]]], own: set[str]) -> set[str]:
-    """The subschemas that are residual or lead to one."""
-    above: dict[str, list[str]] = {}
-    for pointer, found in below.items():
-        for _, child in found:
-            above.setdefault(child, []).append(pointer)
-    holding, stack = set(own), list(own)
-    while stack:
-        for pointer in above.get(stack.pop(), ()):
-            if pointer not in holding:
-                holding.add(pointer)
-                stack.append(pointer)
-    return holding
-
-
-def _plan_node(
-    plan: _Plan,
-    node: Node,
-    found: Sequence[tuple[str, str]],
-    holding: set[str],
-    *,
-    is_own: bool,
-) -> None:
-    schema = node.schema
-    assert isinstance(schema, dict)
-    same = plan.same[node.pointer] = []
-    is_checked = is_own
-    names: dict[str, str] = {}
-    items, rest = [], None
-    has_patterns = bool(schema.get("patternProperties"))
-    declared = schema.get("properties")
-    for name in declared if isinstance(declared, dict) else ():
-        names["." + name] = f"{node.pointer}/properties/{escape(name)}"
-    for keyword, child in found:
-        if keyword in _SAME_VALUE:
-            same.append(child)
-        elif keyword == "additionalProperties" and not has_patterns:
-            names[""] = child
-        elif keyword == "prefixItems" or (keyword == "items" and isinstance(schema[keyword], list)):
-            items.append(child)
-        elif keyword in ("items", "additionalItems"):
-            rest = child
-        elif keyword != "properties" and child in holding:
-            is_checked = True  # it applies under a condition
-    plan.named[node.pointer] = names
-    plan.items[node.pointer] = (items, rest)
-    if is_checked:
-        plan.checked.add(node.pointer)
 
 
 def _validator(document: Json, formats: bool) -> jsonschema_rs.Validator:

@@ -26,8 +26,8 @@ from tiny_files import write_tiny_model
 
 import palmette as pm
 from palmette.constrained import formats
+from palmette.constrained.idle_keywords import REWRITTEN
 from palmette.constrained.limits import GrammarLimits
-from palmette.constrained.preflight import _REWRITTEN
 from palmette.kernels.kv_dtype import KV_DTYPES, kv_head_bytes
 from palmette.lang import backends
 from palmette.radix_cache.ledger import MissReason
@@ -279,7 +279,7 @@ def test_the_limits_of_grammars_are_those_of_the_code() -> None:
 
 def test_refused_keywords_and_formats_are_described() -> None:
     checked = column("constraints.md", "What is checked")
-    assert set(checked) >= _REWRITTEN
+    assert set(checked) >= REWRITTEN
     assert formats.UNENFORCED <= set(checked)
     text = (ROOT / "docs" / "constraints.md").read_text(encoding="utf-8")
     enforced = text.partition("Formats: ")[2].partition(". ")[0]
