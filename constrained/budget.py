@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol, cast
@@ -27,6 +27,7 @@ from .masks import allowed_ids
 from .vocabulary import Vocabulary
 
 MAX_MASKS = 64  # of a search while others wait
+MAX_PROOFS = 512  # of such a search: each may read what is left of a text
 NUM_WALKS = 8  # for a start
 _MAX_START_MASKS = 3000  # of the first of them
 MAX_SEARCHED = 16  # tokens of a text for which shorter ones are looked for
@@ -79,9 +80,10 @@ def place_of(state: GrammarState, check: TextCheck | None) -> Place:
 
 @dataclass(slots=True)
 class Search:
-    """What one search may cost, and what it is to avoid."""
+    """What one search may cost, and what it is to avoid. Walking uses the counts up."""
 
     num_masks: int = MAX_MASKS
+    num_proofs: int = MAX_PROOFS  # ends that are tried
     variant: int = 0  # of the letters that are tried
     is_start: bool = False  # the text begins here
     known: Sequence[int] = ()  # a way from a place nearby
@@ -256,7 +258,6 @@ class _Walk:
         self._search = search
         self._max_steps = max_steps
         self._steps: list[_Step] = []
-        self._masks_left = search.num_masks
         self._failed_left = _MAX_FAILED
         self._banned: set[int] = set()  # at this place
         self._visits: dict[bytes, int] = {}  # by what was allowed
@@ -296,18 +297,39 @@ class _Walk:
         first = max(0, len(known) - _MAX_ENDS)
         for start in range(len(known) - 1, first - 1, -1):
             rest = list(known[start:])
-            if rest[0] not in self._banned and closer.proves(place, rest):
+            if rest[0] not in self._banned and self._proves(rest):
                 return rest
         if hasattr(place.state, "laid_out") and len(self._steps) < _MAX_LAID_STEPS:
-            state = cast(LaidOutState, place.state)
-            inner = Place(state.inner, place.cursor, place.is_free)
-            laid = state.laid_out(closer.way_out(inner, self._max_steps, self._search))
+            laid = self._laid_end(cast(LaidOutState, place.state))
             if laid and laid[0] not in self._banned and closer.proves(place, laid):
                 return laid
         for exit_ids in self._search.exits:
-            if exit_ids and exit_ids[0] not in self._banned and closer.proves(place, exit_ids):
+            if exit_ids and exit_ids[0] not in self._banned and self._proves(exit_ids):
                 return list(exit_ids)
         return None
+
+    def _proves(self, ids: Sequence[int]) -> bool:
+        """Whether `ids` lead out from here, while that may still be asked."""
+        if self._search.num_proofs <= 0 or not self._closer.leads_out(self._place.state, ids):
+            return False
+        cursor = self._place.cursor
+        if cursor is None:
+            return True
+        self._search.num_proofs -= 1
+        return cursor.ends_well(self._closer.text_of(ids))
+
+    def _laid_end(self, state: LaidOutState) -> list[int] | None:
+        """A way of the engine's grammar, laid out: it costs half of what is left at most."""
+        search = self._search
+        num_masks = min(MAX_MASKS, search.num_masks // 2)
+        if num_masks == 0:
+            return None
+        part = replace(search, num_masks=num_masks, num_proofs=search.num_proofs // 2, known=())
+        inner = Place(state.inner, self._place.cursor, self._place.is_free)
+        ids = self._closer.way_out(inner, self._max_steps, part)
+        search.num_masks -= num_masks - part.num_masks
+        search.num_proofs -= search.num_proofs // 2 - part.num_proofs
+        return state.laid_out(ids)
 
     def _insert(self) -> bool:
         """Write a value that passes where one that is checked begins; whether that was done."""
@@ -329,10 +351,10 @@ class _Walk:
         forced = () if self._banned else state.forced()
         if forced:
             return forced
-        if self._masks_left <= 0:
+        if self._search.num_masks <= 0:
             self._failed_left = 0
             return None
-        self._masks_left -= 1
+        self._search.num_masks -= 1
         state.fill(self._row)
         for token_id in self._banned:
             self._row[token_id >> 5] &= ~np.uint32(1 << (token_id & 31)).view(np.int32)
@@ -401,9 +423,9 @@ class _Walk:
                 return ids
             for token_id in printable:
                 fork = state.fork()
-                if self._masks_left <= 0 or not fork.accept(token_id):
+                if self._search.num_masks <= 0 or not fork.accept(token_id):
                     continue
-                self._masks_left -= 1
+                self._search.num_masks -= 1
                 fork.fill(row)
                 key = row.tobytes()
                 if key not in seen:

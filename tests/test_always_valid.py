@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
 
+from palmette.constrained.budget import MAX_PROOFS
+from palmette.constrained.residual import ResidualCursor
 from palmette.constrained.spec import GrammarSpec
 from palmette.runtime.config import SchedulerConfig
 from palmette.runtime.engine import Engine
@@ -140,3 +143,30 @@ def test_the_default_model_too() -> None:
     engine.close()
     assert wrong == []
     assert totals["valid"] == totals["generations"] == 60
+
+
+def test_looking_for_the_end_of_a_layout_is_bounded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much is known of the end, one step of one row reads few ends of its text."""
+    num_read = 0
+    ends_well = ResidualCursor.ends_well
+
+    def counted(cursor: ResidualCursor, data: bytes) -> bool:
+        nonlocal num_read
+        num_read += 1
+        return ends_well(cursor, data)
+
+    monkeypatch.setattr(ResidualCursor, "ends_well", counted)
+    schema = {"type": "array", "uniqueItems": True, "items": {"type": "number"}, "minItems": 3}
+    grammar = GrammarSpec.json_schema(schema, whitespace="indent=2")
+    request = replace(ask("r", schema, 60, seed=4, temperature=3.0), grammar=grammar)
+    run_all(engine, [request])  # compiles it
+    engine.submit([request])
+    text, most = "", 0
+    while engine.has_work:
+        num_read = 0
+        text += "".join(output.text for output in engine.step())
+        most = max(most, num_read)
+    assert len(set(json.loads(text))) == len(json.loads(text)) >= 3
+    assert most <= 2 * MAX_PROOFS
