@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .backend import CompiledGrammar, GrammarBackend, ManagedBackend
+from .compile_time import is_over, thread_seconds
 from .priority import give_way
 from .spec import GrammarError, GrammarSpec
 from .vocabulary import Vocabulary
@@ -33,6 +34,7 @@ _logger = logging.getLogger(__name__)
 _MAX_ERRORS = 1024  # of the negative cache
 _MAX_LOST_WORKERS = 8  # stuck in compiles over their budget; then nothing new is started
 _CLOSE_WAIT_S = 5.0
+_LOOK_S = 0.02  # how often a compile beyond its budget of wall time is looked at
 _BYTES_PER_ARRIVAL = 64  # how much shorter a later source must be to go first
 _STACK_BYTES = 64 * 1024 * 1024  # engines recurse over rules; virtual until touched
 
@@ -45,6 +47,8 @@ class _Job:
     num_waiting: int = 0  # requests not cancelled
     started: float | None = None  # when a worker took it
     thread: int = 0  # of the worker, as the system counts them
+    ident: int = 0  # of the worker, as Python counts them
+    used_before: float = 0.0  # processor time of the worker when it took it
     stage: int = 0  # of its priority
     done: threading.Event = field(default_factory=threading.Event)
     result: CompiledGrammar | GrammarError | None = None
@@ -55,8 +59,9 @@ class GrammarCompiler:
     thread.
 
     `cache_bytes` bounds what finished grammars hold (least recently used go first), `budget_s`
-    the time of one compile, measured from its start on a worker. `on_done`, when set, is called
-    with the key of each spec whose outcome has become known, by the thread that learnt it.
+    the time of one compile as `compile_time` counts it, from its start on a worker. `on_done`,
+    when set, is called with the key of each spec whose outcome has become known, by the thread
+    that learnt it.
     """
 
     def __init__(
@@ -68,12 +73,14 @@ class GrammarCompiler:
         num_threads: int = 2,
         budget_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
+        processor_clock: Callable[[int], float | None] = thread_seconds,
     ):
         self.vocabulary = vocabulary
         self.backend = backend
         self._cache_bytes = cache_bytes
         self._budget_s = budget_s
         self._clock = clock
+        self._processor_clock = processor_clock
         self._num_threads = num_threads
         self._condition = threading.Condition()
         self._queue: list[_Job] = []
@@ -142,7 +149,7 @@ class GrammarCompiler:
                     return self._known(spec.key)
                 wait_s = self._budget_s
                 if job.started is not None:
-                    wait_s = max(0.0, job.started + self._budget_s - self._clock())
+                    wait_s = max(_LOOK_S, job.started + self._budget_s - self._clock())
                 job.num_waiting += 1
             try:
                 job.done.wait(wait_s)
@@ -227,7 +234,7 @@ class GrammarCompiler:
         for job in list(self._running):
             if job.started is not None:
                 job.stage = give_way(job.thread, now - job.started, job.stage)
-            if job.started is not None and now - job.started > self._budget_s:
+            if job.started is not None and self._is_over(job, now - job.started):
                 _logger.warning("grammar %s is over its compile budget", job.key)
                 self._num_lost += 1
                 self._finish(
@@ -237,6 +244,11 @@ class GrammarCompiler:
                     ),
                 )
                 self._start_worker_if_needed()
+
+    def _is_over(self, job: _Job, wall_s: float) -> bool:
+        used = self._processor_clock(job.ident) if wall_s > self._budget_s else None
+        processor_s = None if used is None else used - job.used_before
+        return is_over(self._budget_s, wall_s=wall_s, processor_s=processor_s)
 
     def _finish(self, job: _Job, result: CompiledGrammar | GrammarError) -> None:
         job.result = result
@@ -266,6 +278,8 @@ class GrammarCompiler:
             while (job := self._next_job()) is not None:
                 error = self._prepare(job.spec)
                 with self._condition:
+                    job.ident = threading.get_ident()
+                    job.used_before = self._processor_clock(job.ident) or 0.0
                     job.started = self._clock()
                 result = error or self._compile(job.spec)
                 with self._condition:

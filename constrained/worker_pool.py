@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import frames
+from .compile_time import is_over, process_seconds
 from .priority import be_idle
 from .spec import GrammarError
 from .vocabulary import Vocabulary
@@ -80,7 +81,7 @@ class _Worker:
         self, header: dict[str, Any], budget_s: float, budget_bytes: int
     ) -> tuple[dict[str, Any], bytes] | str:
         """The answer, or why there is none; then the process is dead."""
-        start = time.monotonic()
+        start, used_before = time.monotonic(), process_seconds(self.pid) or 0.0
         self._send(header, b"")
         while True:
             try:
@@ -90,7 +91,7 @@ class _Worker:
                 if spent_s > _LIGHT_S and not self.gives_way:
                     self.gives_way = True
                     be_idle(self.pid)
-                if spent_s > budget_s:
+                if self._is_over(budget_s, spent_s, used_before):
                     why = f"compiling takes longer than {budget_s} s"
                 elif self._num_bytes() - self._resting_bytes > budget_bytes:
                     why = f"compiling needs more than {budget_bytes >> 20} MiB"
@@ -102,6 +103,11 @@ class _Worker:
                 return answer
             self.kill()
             return "compiling ended its process"
+
+    def _is_over(self, budget_s: float, wall_s: float, used_before: float) -> bool:
+        used = process_seconds(self.pid) if wall_s > budget_s else None
+        processor_s = None if used is None else used - used_before
+        return is_over(budget_s, wall_s=wall_s, processor_s=processor_s)
 
     def kill(self) -> None:
         self._process.kill()

@@ -13,6 +13,7 @@ import pytest
 
 from palmette.constrained import masks
 from palmette.constrained.backend import GrammarState, select_backend
+from palmette.constrained.compile_time import MOST_WAIT
 from palmette.constrained.compiler import GrammarCompiler
 from palmette.constrained.spec import GrammarError, GrammarSpec
 from palmette.constrained.vocabulary import Vocabulary
@@ -223,12 +224,13 @@ ABUSE = {
 
 @pytest.mark.parametrize("name", ABUSE)
 def test_ready_or_refused_within_the_budget(compiler: GrammarCompiler, name: str) -> None:
-    start = time.monotonic()
+    start, used = time.monotonic(), time.process_time()
     try:
         state = compiler.get(ABUSE[name]).start()
     except GrammarError:
         state = None
-    assert time.monotonic() - start < BUDGET_S * 1.5
+    assert time.process_time() - used < BUDGET_S * 1.5
+    assert time.monotonic() - start < BUDGET_S * MOST_WAIT * 1.2  # also where others compute
     assert compiler.num_stuck <= 1, "a compile that can't be ended"
     if state is not None:
         assert slowest_call(state, compiler.vocabulary) < MAX_CALL_S

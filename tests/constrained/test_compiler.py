@@ -119,7 +119,9 @@ def test_over_budget_fails_and_gives_its_place_away(
     slow = choice("slow")
     compiler.request(slow)
     wait_until_started(backend, 1)
-    clock.now = 2.5
+    clock.now = 9.5  # a busy machine: it has used nothing of its two seconds
+    assert not compiler.ready(slow)
+    clock.now = 10.5
     assert compiler.ready(slow)
     with pytest.raises(GrammarError, match=r"longer than 2\.0 s"):
         compiler.get(slow)
@@ -131,6 +133,24 @@ def test_over_budget_fails_and_gives_its_place_away(
     assert compiler.get(slow).start().accept(ord("s")), "a late result is kept"
 
 
+@pytest.mark.parametrize(("used_s", "is_over"), [(1.9, False), (2.1, True), (None, True)])
+def test_the_budget_is_processor_time(
+    vocabulary: Vocabulary, backend: GatedBackend, used_s: float | None, is_over: bool
+) -> None:
+    clock = Clock()
+    used: list[float | None] = [0.0]
+    compiler = GrammarCompiler(
+        vocabulary, backend, num_threads=1, clock=clock, processor_clock=lambda _: used[0]
+    )
+    slow = choice("slow")
+    compiler.request(slow)
+    wait_until_started(backend, 1)
+    clock.now, used[0] = 2.5, used_s
+    assert compiler.ready(slow) == is_over
+    backend.gate.set()
+    compiler.close()
+
+
 def test_too_many_stuck_compiles_refuse_new_ones(
     vocabulary: Vocabulary, backend: GatedBackend
 ) -> None:
@@ -140,7 +160,7 @@ def test_too_many_stuck_compiles_refuse_new_ones(
         spec = choice("slow", str(i))
         compiler.request(spec)
         wait_until_started(backend, i + 1)
-        clock.now += 3
+        clock.now += 11
         with pytest.raises(GrammarError, match="longer"):
             compiler.get(spec)
     with pytest.raises(GrammarError, match="too many"):
@@ -228,7 +248,7 @@ def test_a_stuck_compile_nobody_polls_gives_its_place_away(
     compiler.request(choice("slow"))
     wait_until_started(backend, 1)
     compiler.cancel(choice("slow"))
-    clock.now = 2.5
+    clock.now = 10.5
     compiler.check(choice("quick"))
     backend.gate.set()
     compiler.close()
