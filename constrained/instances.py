@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable, Sequence
 from itertools import islice, product
 
+import jsonschema_rs
+
 from .merged_schemas import Merged, child_of, fits, number_of
 from .pattern_texts import pattern_texts
 from .schema_walk import Draft, Json, Node, Resolver, SchemaObject, escape
@@ -148,6 +150,23 @@ class Instances:
             yield from islice(self._of_type(name, merged, want, depth), max(want, _MAX_VALUES))
 
     def _of_type(self, name: str, merged: Merged, want: int, depth: int) -> Iterable[Json]:
+        negated = [child_of(node, "not").schema for node in merged.having("not")]
+        if negated:  # of many values some pass
+            values = self._any_of_type(name, merged, max(want, len(_LETTERS)), depth)
+            return (v for v in values if not any(self._accepts(schema, v) for schema in negated))
+        return self._any_of_type(name, merged, want, depth)
+
+    def _accepts(self, schema: Json, value: Json) -> bool:
+        """Whether `value` is valid, as far as that can be told away from the document."""
+        shared = self._document if isinstance(self._document, dict) else {}
+        whole: SchemaObject = {"allOf": [schema]}
+        whole |= {name: shared[name] for name in ("$defs", "definitions") if name in shared}
+        try:
+            return bool(jsonschema_rs.is_valid(whole, value))
+        except (ValueError, jsonschema_rs.ReferencingError):
+            return False
+
+    def _any_of_type(self, name: str, merged: Merged, want: int, depth: int) -> Iterable[Json]:
         match name:
             case "null":
                 return (None,)
@@ -195,6 +214,8 @@ class Instances:
             for other in others if base else ():
                 if _key(other) not in taken:
                     yield [*base[:-1], other]
+            if not is_unique and prefix == 0:
+                yield from ([other] * len(base) for other in others)
 
     def _items(
         self,
@@ -208,8 +229,13 @@ class Instances:
         found: list[Json] = []
         keys: set[str] = set()
         queue = [node for node, count in zip(wanted, counts, strict=True) for _ in range(count)]
+        unwanted = [
+            Node(f"{node.pointer}/not", {"not": node.schema})
+            for node, parent in zip(wanted, merged.having("contains"), strict=True)
+            if number_of(parent.schema, "maxContains", 1) == 0
+        ]
         for place in range(size):
-            nodes = merged.items_at(place)
+            nodes = [*merged.items_at(place), *unwanted]
             is_last = size - place <= len(queue)
             special = [queue[len(queue) - (size - place)]] if is_last else []
             for value in self._values([*nodes, *special], size + 1, depth + 1):
@@ -243,9 +269,9 @@ class Instances:
             if value is not None:
                 yield value
         if want > 1 and base:
-            name = next(reversed(base))
-            for other in self._values(merged.property_nodes(name), want + 1, depth + 1):
-                yield {**base, name: other}
+            kept = [self._values(merged.property_nodes(n), want + 1, depth + 1) for n in base]
+            for values in islice(product(*(known[: want + 1] for known in kept)), want + 1):
+                yield dict(zip(base, values, strict=True))
 
     def _object(
         self, merged: Merged, names: Sequence[str], declared: Sequence[str], depth: int
@@ -309,9 +335,13 @@ def _strings(merged: Merged, want: int) -> Iterable[Json]:
         made = [text for pattern in patterns for text in pattern_texts(pattern, max(want, 4))]
         if least:
             made += [text * -(-least // len(text)) for text in made if text]
-        for text in dict.fromkeys((*made, *_PROBES)):
-            if least <= len(text) <= most and all(fits(pattern, text) for pattern in patterns):
-                yield text
+        texts = [
+            text
+            for text in dict.fromkeys((*made, *_PROBES))
+            if least <= len(text) <= most and all(fits(pattern, text) for pattern in patterns)
+        ]
+        formats = [node.schema for node in merged.having("format")]
+        yield from [t for t in texts if all(_has_format(schema, t) for schema in formats)] or texts
         return
     if least == 0:
         yield ""
@@ -321,6 +351,11 @@ def _strings(merged: Merged, want: int) -> Iterable[Json]:
         yield from (fill + letter for letter in _LETTERS[:want])
         if want > len(_LETTERS) and size < most:
             yield from ("b" * size + letter for letter in _LETTERS)
+
+
+def _has_format(schema: Json, text: str) -> bool:
+    name = schema.get("format") if isinstance(schema, dict) else None
+    return bool(jsonschema_rs.is_valid({"format": name}, text, validate_formats=True))
 
 
 def _branches(node: Node) -> list[list[list[Node]]]:

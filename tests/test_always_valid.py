@@ -170,3 +170,33 @@ def test_looking_for_the_end_of_a_layout_is_bounded(
         most = max(most, num_read)
     assert len(set(json.loads(text))) == len(json.loads(text)) >= 3
     assert most <= 2 * MAX_PROOFS
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "not": {"pattern": "^[a-z]"}, "minLength": 1},
+        {"type": "integer", "not": {"multipleOf": 2}, "minimum": 10},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 2}
+        | {"contains": {"const": 0}, "minContains": 0, "maxContains": 0},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 2}
+        | {"not": {"contains": {"const": 0}}},
+        {"type": "array", "uniqueItems": True, "minItems": 4}
+        | {
+            "items": {
+                "type": "object",
+                "properties": {name: {"type": "integer", "enum": [0, 1]} for name in "ab"},
+                "required": ["a", "b"],
+                "additionalProperties": False,
+            }
+        },
+        {"type": "object", "minProperties": 1, "propertyNames": {"format": "date"}}
+        | {"patternProperties": {"^x": {"type": "string", "format": "regex"}}},
+    ],
+)
+def test_a_valid_text_is_found_where_the_first_guesses_are_not(engine: Engine, schema: Any) -> None:
+    least = least_of(engine, schema)
+    for name, got in run_all(
+        engine, [ask(str(extra), schema, least + extra, seed=extra) for extra in (0, 1, 20)]
+    ).items():
+        assert_valid(schema, got, least + int(name))
