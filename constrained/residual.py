@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
@@ -33,6 +34,7 @@ _MAX_PLACES = 200  # at which values are checked: of more no witness is looked f
 _ROOT_URI = "urn:palmette:schema"
 _INSIDE = frozenset(("additionalItems", "additionalProperties", "items", "prefixItems"))
 _DRAFT7 = "http://json-schema.org/draft-07/schema#"
+_MAX_DIGITS = 4_000  # of an integer; Python reads no more than 4,300
 _NEWEST = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -132,7 +134,12 @@ class SchemaCheck:
         """
         try:
             if self.residuals:
-                value = json.loads(text, object_pairs_hook=_unique_keys, parse_float=_finite)
+                value = json.loads(
+                    text,
+                    object_pairs_hook=_unique_keys,
+                    parse_float=_clamped,
+                    parse_int=_integer,
+                )
             else:
                 value = json.loads(text, parse_float=_finite)
             return bool(self._validator.is_valid(value))
@@ -196,13 +203,23 @@ def _finite(text: str) -> float:
     return value
 
 
+def _clamped(text: str) -> float:
+    """What is beyond a double stands where no value is checked, and may be written there."""
+    return min(max(float(text), -sys.float_info.max), sys.float_info.max)
+
+
+def _integer(text: str) -> int:
+    """Beyond what Python reads: another one of the same sign that is as large as can be."""
+    return int(text[:_MAX_DIGITS])
+
+
 def _to_text(value: Json) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _canonical(text: bytes) -> str:
     """Equal for values that JSON Schema calls equal: 1 and 1.0, keys in any order."""
-    value = json.loads(text, parse_float=_as_integer)
+    value = json.loads(text, parse_float=_as_integer, parse_int=_integer)
     return json.dumps(value, sort_keys=True)
 
 
