@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from palmette.constrained.spec import GrammarError
     from palmette.lang import testing
+    from palmette.lang.anthropic_api import Anthropic
     from palmette.lang.api import Function, function
     from palmette.lang.async_programs import AsyncFunction
     from palmette.lang.async_state import AsyncState
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from palmette.lang.errors import ConcretizationError, ProgramError
     from palmette.lang.explain import explain, format_tree
     from palmette.lang.generation import gen, gen_int, gen_string, select
+    from palmette.lang.openai_api import OpenAI
     from palmette.lang.remote import HttpClient, RuntimeEndpoint
     from palmette.lang.roles import (
         assistant,
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 
 # public name -> module that owns it
 _PUBLIC = {
+    "Anthropic": "palmette.lang.anthropic_api",
     "AsyncFunction": "palmette.lang.async_programs",
     "AsyncState": "palmette.lang.async_state",
     "Beam": "palmette.lang.beam",
@@ -70,6 +73,7 @@ _PUBLIC = {
     "GrammarError": "palmette.constrained.spec",
     "HttpClient": "palmette.lang.remote",
     "LogprobOptions": "palmette.runtime.request",
+    "OpenAI": "palmette.lang.openai_api",
     "Output": "palmette.runtime.request",
     "Prices": "palmette.lang.forecast",
     "Program": "palmette.lang.program",
@@ -111,6 +115,7 @@ _PUBLIC = {
 _MODULES = frozenset({"testing"})  # public names that are modules themselves
 
 __all__ = [
+    "Anthropic",
     "AsyncFunction",
     "AsyncState",
     "Beam",
@@ -121,6 +126,7 @@ __all__ = [
     "GrammarError",
     "HttpClient",
     "LogprobOptions",
+    "OpenAI",
     "Output",
     "Prices",
     "Program",

@@ -1,0 +1,214 @@
+"""Any endpoint that speaks OpenAI's API as a backend: chat, or completions of plain text.
+
+`select` needs the log-probabilities of given texts, which only completions with `echo` give.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+
+from palmette.constrained.spec import GrammarKind, GrammarSpec
+from palmette.runtime.request import (
+    Finish,
+    FinishReason,
+    Output,
+    Request,
+    RequestError,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+
+from .hosted import HostedClient, check_text
+from .hosted_text import END, check_options, hosted_info, messages_of
+
+_URL = "https://api.openai.com/v1"
+_FINISH = {"length": FinishReason.LENGTH}
+_NEUTRAL = SamplingParams()
+
+
+class OpenAI(HostedClient):
+    """A model behind an OpenAI-compatible endpoint.
+
+        pm.set_default_backend(pm.OpenAI("gpt-4.1-mini"))
+        local = pm.OpenAI("my-model", base_url="http://127.0.0.1:8000/v1", is_chat_model=False)
+
+    The chat API takes roles alone, and a `gen` at the beginning of an assistant's message; the
+    completions API takes any text. `api_key` is by default that of the environment variable
+    `OPENAI_API_KEY`; an empty one is not sent. `extra_body` is sent along with every request. What
+    the API has no words for is refused with the code `unsupported`.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        is_chat_model: bool = True,
+        *,
+        base_url: str = _URL,
+        api_key: str | None = None,
+        extra_body: Mapping[str, object] | None = None,
+        timeout_s: float | None = 600.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
+        if key is None and base_url == _URL:
+            raise ValueError("api_key: is missing; give one or set OPENAI_API_KEY")
+        super().__init__(
+            hosted_info(model_name, "openai", is_chat=is_chat_model),
+            base_url=base_url,
+            headers={} if not key else {"authorization": f"Bearer {key}"},
+            timeout_s=timeout_s,
+            transport=transport,
+        )
+        self._is_chat = is_chat_model
+        self._extra = dict(extra_body or {})
+        self._name = "the chat API" if is_chat_model else "the completions API"
+
+    def _call(self, request: Request) -> tuple[str, dict[str, object]]:
+        if request.logprobs.prompt_start is not None:
+            return "/completions", self._scoring(request)
+        if request.sampling.max_new_tokens == 0:
+            return "", {}
+        body = self._sampling(request) | self._extra
+        if not self._is_chat:
+            return "/completions", body | {"prompt": self.decode(request.prompt_ids)}
+        messages = messages_of(request.prompt_ids)
+        if messages.pop()["content"]:
+            raise RequestError(
+                "prompt: the assistant's message begins with text of the program; the chat API "
+                "cannot go on with it: put gen first in pm.assistant(...)",
+                field="prompt",
+                code="unsupported",
+            )
+        return "/chat/completions", body | {"messages": messages}
+
+    def _scoring(self, request: Request) -> dict[str, object]:
+        is_select = request.sampling.max_new_tokens == 0
+        check_options(
+            {
+                "select": self._is_chat and is_select,
+                "logprob_start_len": not is_select,
+                "unconditional_likelihood_normalized": request.prompt_ids[0] == END,
+            },
+            self._name,
+        )
+        return {
+            "model": self._info.model,
+            "prompt": self.decode(request.prompt_ids),
+            "max_tokens": 0,
+            "temperature": 0,
+            "echo": True,
+            "logprobs": 1,
+        } | self._extra
+
+    def _sampling(self, request: Request) -> dict[str, object]:
+        sampling = request.sampling
+        check_options(
+            {
+                "top_k": sampling.top_k > 0,
+                "min_p": sampling.min_p,
+                "min_tokens": sampling.min_new_tokens,
+                "repetition_penalty": sampling.repetition_penalty != 1,
+                "ignore_eos": sampling.ignore_eos,
+                "stop_token_ids": sampling.stop_token_ids,
+                "stop_regex": sampling.stop_regex,
+                "skip_special_tokens": not sampling.skip_special_tokens,
+                "reasoning_end": request.reasoning is not None,
+                "return_logprob": request.logprobs.output,
+            },
+            self._name,
+        )
+        limit = "max_completion_tokens" if self._is_chat and self.base_url == _URL else "max_tokens"
+        wanted: dict[str, tuple[object, object]] = {
+            limit: (sampling.max_new_tokens, None),
+            "temperature": (sampling.temperature, None),
+            "top_p": (sampling.top_p, _NEUTRAL.top_p),
+            "frequency_penalty": (sampling.frequency_penalty, 0.0),
+            "presence_penalty": (sampling.presence_penalty, 0.0),
+            "seed": (sampling.seed, None),
+            "stop": (list(sampling.stop), []),
+            "logit_bias": ({str(i): bias for i, bias in sampling.logit_bias}, {}),
+            "response_format": (self._format(request.grammar), None),
+        }
+        body = {name: value for name, (value, neutral) in wanted.items() if value != neutral}
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        return {"model": self._info.model, **body, **stream}
+
+    def _format(self, grammar: GrammarSpec | None) -> dict[str, object] | None:
+        if grammar is None:
+            return None
+        kind = grammar.kind
+        is_json = kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
+        what = "gen of a Literal or an Enum" if kind == GrammarKind.CHOICE else str(kind)
+        name = f"json_schema of {self._name}" if is_json else what
+        check_options({name: not (is_json and self._is_chat)}, self._name)
+        if kind == GrammarKind.JSON_OBJECT:
+            return {"type": "json_object"}
+        schema = {"name": "answer", "schema": json.loads(grammar.source), "strict": True}
+        return {"type": "json_schema", "json_schema": schema}
+
+    async def _outputs(
+        self, request: Request, events: AsyncIterator[dict[str, Any]]
+    ) -> AsyncIterator[Output]:
+        request_id, text = request.request_id, ""
+        reason: str | None = "length" if request.sampling.max_new_tokens == 0 else None
+        usage = Usage()
+        scores: tuple[TokenLogprob, ...] = ()
+        async for event in events:
+            usage = _usage(event.get("usage")) or usage
+            for choice in event.get("choices") or ():
+                reason = choice.get("finish_reason") or reason
+                if request.logprobs.prompt_start is not None:
+                    scores = self._scores(request, choice.get("logprobs"))
+                    continue
+                delta = choice.get("delta") or choice
+                piece = delta.get("content" if self._is_chat else "text") or ""
+                if piece:
+                    text += piece
+                    yield Output(
+                        request_id=request_id, text=piece, token_ids=tuple(self.encode(piece))
+                    )
+        if reason is None:
+            return
+        finish = Finish(reason=_FINISH.get(reason, FinishReason.STOP))
+        error = check_text(request.grammar, text)
+        if error is not None:
+            finish = Finish(reason=FinishReason.ERROR)
+        yield Output(
+            request_id=request_id, prompt_logprobs=scores, finish=finish, usage=usage, error=error
+        )
+
+    def _scores(self, request: Request, told: dict[str, Any] | None) -> tuple[TokenLogprob, ...]:
+        """The API's tokens that reach beyond the start of what is scored."""
+        start = request.logprobs.prompt_start or 0
+        end, found = 0, []
+        for token, logprob in zip(
+            (told or {}).get("tokens") or (),
+            (told or {}).get("token_logprobs") or (),
+            strict=False,
+        ):
+            end += len(token)
+            if start < end <= len(request.prompt_ids):
+                token_id = self._characters.token_id(token)
+                found.append(TokenLogprob(token_id=token_id, logprob=logprob))
+        if end < len(request.prompt_ids):
+            raise ValueError("select needs log-probabilities of the prompt (echo); there are none")
+        return tuple(found)
+
+
+def _usage(told: dict[str, Any] | None) -> Usage | None:
+    if not told:
+        return None
+    prompt = int(told.get("prompt_tokens") or 0)
+    cached = int((told.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    return Usage(
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        computed_tokens=prompt - cached,
+        completion_tokens=int(told.get("completion_tokens") or 0),
+    )
