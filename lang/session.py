@@ -382,6 +382,8 @@ class Session:
         group: list[Request] = []
         while self._outbox and len(group) < room:
             request = self._outbox.popleft()
+            if request.request_id not in self._owners:
+                continue  # its program has ended
             try:
                 check_request(request, info)
             except RequestError as error:
@@ -397,6 +399,9 @@ class Session:
             self._send(group)
         except RequestError:
             self._submit_singly(group)
+        gone = [one.request_id for one in group if one.request_id not in self._owners]
+        if gone:  # their programs ended while they were on their way
+            self.client.abort(gone)
 
     def _send(self, group: list[Request]) -> None:
         ids = [request.request_id for request in group]

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
@@ -567,3 +568,39 @@ def test_a_batch_bounds_how_many_are_under_way() -> None:
     model = Watching(default=" a b")
     states = small.run_batch([{"i": i} for i in range(20)], max_active=3, backend=model)
     assert len(states) == 20 and model.most == 3
+
+
+def test_what_is_cancelled_on_its_way_to_the_engine_ends_there() -> None:
+    gate = threading.Event()
+    gate.set()
+    runner = FakeRunner(
+        lambda ids: 97,
+        num_pages=256,
+        page_size=16,
+        vocab_size=300,
+        on_launch=lambda batch: gate.wait(30),
+    )
+    client = LocalClient(fake_engine(runner=runner, context_length=2048))
+
+    @pm.function
+    async def endless(s: pm.AsyncState) -> None:
+        s += "x" + pm.gen("a", max_tokens=400)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))  # taken by a step of the engine
+        first = asyncio.create_task(endless.run_async(backend=client))
+        while not client.engine.stats().running:
+            await asyncio.sleep(0)
+        gate.clear()
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(endless.run_async(backend=client))
+        await asyncio.sleep(0.05)  # its request waits for the thread
+        second.cancel()
+        await asyncio.wait([second])
+        gate.set()
+        await first
+        assert not client.engine.live_ids()
+
+    asyncio.run(main())
+    assert client.engine.stats().used_pages == 0
