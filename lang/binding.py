@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, get_type_hints
+
+import msgspec
 
 from palmette.runtime.text import well_formed
 
-from .arguments import ids_of, stop_of
+from .arguments import ids_of, stop_of, texts_of
 from .chat import ChatFormat
 from .errors import located
 from .expressions import GenArguments, PlannedOptions, RunDefaults, resolve
@@ -66,13 +69,25 @@ class Arguments:
         assert isinstance(slot, Slot)  # others are refused where only arguments may stand
         value = self.values[slot.argument]
         if slot.form is not None:
-            return self._counted(format(value, slot.form))
+            try:
+                return self._counted(well_formed(format(value, slot.form)))
+            except OverflowError as error:  # {:c} of a number that is no character
+                raise ValueError(f"the argument {slot.argument!r}: {error}") from None
         if not isinstance(value, str):
             raise TypeError(
                 f"{self._program}(): the argument {slot.argument!r} is appended to a state, which "
                 f"takes text, not {type(value).__name__} ({value!r:.60}); use str() or an f-string"
             )
         return self._counted(value)
+
+    def value(self, name: str) -> object:
+        """An argument that a variable or the result is.
+
+        Raises:
+            ValueError: there are too many characters.
+        """
+        value = self.values[name]
+        return self._counted(value) if isinstance(value, str) else value
 
     def _counted(self, text: str) -> str:
         if self._chars_left is not None:
@@ -142,10 +157,12 @@ def _options(
 def filled(options: GenArguments, arguments: Arguments) -> GenArguments:
     """`options` with values in the places of slots and templates."""
     changes: dict[str, Any] = {
-        name: arguments.values[slot.argument] for name, slot in options.slots()
+        name: _judged(name, arguments.values[slot.argument]) for name, slot in options.slots()
     }
     if "stop_token_ids" in changes:
         changes["stop_token_ids"] = ids_of(changes["stop_token_ids"])
+    if "stop_regex" in changes:
+        changes["stop_regex"] = texts_of(changes["stop_regex"])
     if "stop" in changes:
         changes["stop"] = stop_of(changes["stop"])
     elif isinstance(options.stop, str):
@@ -156,6 +173,28 @@ def filled(options: GenArguments, arguments: Arguments) -> GenArguments:
     if grammar is not None and isinstance(grammar.source, Template):
         changes["grammar"] = replace(grammar, source=fill(grammar.source, arguments.text))
     return options._replace(**changes) if changes else options
+
+
+def _judged(name: str, value: object) -> object:
+    """An argument as a parameter of gen(): what a stranger sends has no type yet.
+
+    Raises:
+        ValueError: it has another type than the parameter.
+    """
+    if value is None:
+        return GenArguments._field_defaults[name]
+    try:
+        return msgspec.convert(value, _kinds()[name])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name}: {str(error)[0].lower()}{str(error)[1:]}") from None
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    """What each parameter of gen() may be given as."""
+    texts = str | list[str] | None
+    kinds = {"stop": texts, "stop_regex": texts, "stop_token_ids": list[int] | None}
+    return get_type_hints(GenArguments) | kinds
 
 
 def _choices(node: Select, arguments: Arguments) -> tuple[str, ...]:
@@ -170,7 +209,7 @@ def bound_value(value: object, arguments: Arguments) -> object:
     """What a variable or a result is bound to, with the arguments in their places."""
     match value:
         case Given():
-            return arguments.values[value.argument]
+            return arguments.value(value.argument)
         case Template():
             parts = [
                 arguments.text(part) if isinstance(part, Slot) else part for part in value.parts

@@ -176,7 +176,7 @@ class GenArguments(NamedTuple):
 
     def known(self) -> GenArguments:
         """These without what arguments of a compiled program decide."""
-        slots: dict[str, Any] = dict.fromkeys(name for name, _ in self.slots())
+        slots: dict[str, Any] = {name: self._field_defaults[name] for name, _ in self.slots()}
         rest = self._replace(**slots) if slots else self
         stop, grammar = rest.stop, rest.grammar
         if isinstance(stop, tuple):
@@ -239,7 +239,7 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
     grammar = arguments.grammar
     dtype = arguments.dtype if arguments.type is None else arguments.type.dtype
     if dtype is not None:
-        grammar = GrammarSpec(kind=GrammarKind.REGEX, source=_DTYPE_REGEX[dtype])
+        grammar = GrammarSpec(kind=GrammarKind.REGEX, source=_DTYPE_REGEX[dtype_name(dtype)])
         if dtype in ("int", "float"):
             stops += tuple(text for text in _NUMBER_STOPS if text not in stops)
     sampling = SamplingParams(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from .calls import Result
 from .host import Bound, Gathered, Span
@@ -12,21 +13,27 @@ from .program import Item
 
 ResultOf = Callable[[ValueId], Result]
 TextOf = Callable[[StateId, StateId | None], str]  # tip, base
+T = TypeVar("T")
 
 
 class Outcome:
     """Reads bindings; `result` and `text` may wait, and raise what went wrong."""
 
-    def __init__(self, result: ResultOf, text: TextOf) -> None:
+    def __init__(
+        self, result: ResultOf, text: TextOf, spend: Callable[[int], None] | None = None
+    ) -> None:
+        """`spend` hears how many characters of generated texts are read, and may refuse."""
         self._result = result
         self._text = text
+        self._spend = spend
 
     def read(self, binding: object) -> object:
         match binding:
             case Bound():
-                return self._result(binding.value).value
+                return self._counted(self._result(binding.value).value)
             case Item():
-                return self._result(binding.value).value[binding.which]  # type: ignore[index]
+                values: Any = self._result(binding.value).value
+                return self._counted(values[binding.which])
             case Span():
                 return self._text(binding.tip, binding.base)
             case Template():
@@ -40,8 +47,14 @@ class Outcome:
             case _:
                 return binding
 
+    def _counted(self, value: T) -> T:
+        if self._spend is not None:
+            texts = value if isinstance(value, list) else [value]
+            self._spend(sum(len(text) for text in texts if isinstance(text, str)))
+        return value
+
     def _text_of(self, part: Slot | Insert | Quote) -> str:
         if isinstance(part, Insert):
-            return self._result(part.value).inserted(part.which)
+            return self._counted(self._result(part.value).inserted(part.which))
         assert isinstance(part, Quote)  # slots were filled when the program was bound
         return self._text(part.tip, part.base)

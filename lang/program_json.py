@@ -83,6 +83,8 @@ _METHODS: Mapping[str, ChoicesMethod] = {
     "greedy_token_selection": greedy_token_selection,
     "unconditional_likelihood_normalized": unconditional_likelihood_normalized,
 }
+_MAX_DEPTH = 64  # of lists and dicts in each other
+_GRAMMAR_NAMES = frozenset(field.name for field in fields(GrammarSpec))
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(WireProgram)
 
@@ -234,7 +236,8 @@ def _hole(part: Slot | Insert | Quote) -> Part:
             return TextRef(part.base, part.tip)
 
 
-def _readable(value: object, place: str) -> Readable:
+def _readable(value: object, place: str, depth: int = 0) -> Readable:
+    _check_depth(depth, place)
     match value:
         case Given():
             return ArgumentRef(value.argument)
@@ -247,25 +250,31 @@ def _readable(value: object, place: str) -> Readable:
         case Template():
             return TemplateRef(_part_list(value))
         case Gathered():
-            return ListRef([_readable(item, place) for item in value])
+            return ListRef([_readable(item, place, depth + 1) for item in value])
         case tuple() if type(value) is tuple:
-            return TupleRef([_readable(item, place) for item in value])
+            return TupleRef([_readable(item, place, depth + 1) for item in value])
         case dict():
             if not all(isinstance(key, str) for key in value):
                 _no_form(value, place)
-            return DictRef({key: _readable(item, place) for key, item in value.items()})
+            return DictRef({key: _readable(item, place, depth + 1) for key, item in value.items()})
         case _:
             return ConstantRef(_plain(value, place))
 
 
-def _plain(value: object, place: str) -> object:
+def _plain(value: object, place: str, depth: int = 0) -> object:
+    _check_depth(depth, place)
     if value is None or type(value) in (str, int, float, bool):
         return value
     if type(value) is list:
-        return [_plain(item, place) for item in value]
+        return [_plain(item, place, depth + 1) for item in value]
     if type(value) is dict and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, place) for key, item in value.items()}
+        return {key: _plain(item, place, depth + 1) for key, item in value.items()}
     _no_form(value, place)
+
+
+def _check_depth(depth: int, place: str) -> None:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{place}: lists and dicts in each other; at most {_MAX_DEPTH} deep")
 
 
 def _no_form(value: object, place: str) -> NoReturn:
@@ -283,7 +292,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self._num_states = 1
-        self._num_values = 0
+        self._num_texts: list[int] = []  # of each value
         self._names: set[str] = set()
         self._place = ""
 
@@ -312,7 +321,8 @@ class _Reader:
         return Program(
             name=wire.name,
             parameters=tuple(
-                Parameter(one.name, one.required, one.default) for one in wire.parameters
+                Parameter(one.name, one.required, _plain(one.default, "parameters"))
+                for one in wire.parameters
             ),
             nodes=tuple(nodes),
             tip=tip,
@@ -328,7 +338,6 @@ class _Reader:
         made: Node
         if isinstance(node, GenNode | SelectNode):
             made = self._call(node, source, line)
-            self._num_values += 1
         else:
             made = Extend(source, StateId(node.target), self._piece(node), line)
         if node.target != self._num_states:
@@ -343,7 +352,7 @@ class _Reader:
             case ArgumentNode():
                 return self._slot(node.name, node.form, node.trusted)
             case InsertNode():
-                return Insert(self._value(node.value), node.trusted, node.which)
+                return Insert(self._value(node.value, node.which), node.trusted, node.which)
             case QuoteNode():
                 return Quote(self._state(node.base), self._state(node.tip), node.trusted)
             case SpliceNode():
@@ -355,11 +364,12 @@ class _Reader:
                 raise AssertionError(node)
 
     def _call(self, node: GenNode | SelectNode, source: StateId, line: Line) -> Gen | Select:
-        if node.value != self._num_values:
-            self._fail(f"value {node.value}: must be {self._num_values}, the next value")
+        if node.value != len(self._num_texts):
+            self._fail(f"value {node.value}: must be {len(self._num_texts)}, the next value")
         target, value = StateId(node.target), ValueId(node.value)
         if isinstance(node, GenNode):
             options = self._options(node.parameters)
+            self._num_texts.append(options.num_choices)
             return Gen(source, target, value, node.name, options, node.trusted, line)
         method = _METHODS.get(node.method)
         if method is None:
@@ -367,6 +377,7 @@ class _Reader:
         choices = tuple(self._text(choice, may_wait=False) for choice in node.choices)
         if not choices or not all(choices):
             self._fail("choices: at least one text, and none that is empty")
+        self._num_texts.append(1)
         return Select(source, target, value, node.name, choices, method, node.trusted, line)
 
     def _options(self, parameters: Any) -> PlannedOptions:
@@ -391,6 +402,9 @@ class _Reader:
             self._fail(str(error))
 
     def _grammar(self, given: dict[str, Any]) -> GrammarSpec:
+        unknown = next((name for name in given if name not in _GRAMMAR_NAMES), None)
+        if unknown is not None:
+            self._fail(f"grammar: {unknown!r:.60} is not known")
         source = msgspec.convert(given.get("source", ""), Parts)
         try:
             spec = msgspec.convert({**given, "source": ""}, GrammarSpec)
@@ -411,29 +425,30 @@ class _Reader:
         if not may_wait:
             self._fail("only arguments can decide this text, not what a model generates")
         if isinstance(part, ValueRef):
-            return Insert(self._value(part.value), True, part.which)
+            return Insert(self._value(part.value, part.which), True, part.which)
         return Quote(self._state(part.base), self._state(part.tip), True)
 
-    def _readable(self, value: Readable) -> object:
+    def _readable(self, value: Readable, depth: int = 0) -> object:
+        _check_depth(depth, self._place)
         match value:
             case ArgumentRef():
                 self._slot(value.name, value.form, True)
                 return Given(value.name)
             case ValueRef():
-                found = self._value(value.value)
+                found = self._value(value.value, value.which)
                 return Bound(found) if value.which is None else Item(found, value.which)
             case TextRef():
                 return Span(self._state(value.base), self._state(value.tip))
             case TemplateRef():
                 return self._text(value.parts, may_wait=True)
             case ListRef():
-                return Gathered(map(self._readable, value.items))
+                return Gathered(self._readable(item, depth + 1) for item in value.items)
             case TupleRef():
-                return tuple(map(self._readable, value.items))
+                return tuple(self._readable(item, depth + 1) for item in value.items)
             case DictRef():
-                return {key: self._readable(item) for key, item in value.items.items()}
+                return {key: self._readable(item, depth + 1) for key, item in value.items.items()}
             case ConstantRef():
-                return value.constant
+                return _plain(value.constant, self._place)
 
     def _slot(self, name: str, form: str | None, trusted: bool) -> Slot:
         if name not in self._names:
@@ -447,9 +462,12 @@ class _Reader:
             self._fail(f"state {state}: is not made before this place")
         return StateId(state)
 
-    def _value(self, value: int) -> ValueId:
-        if not 0 <= value < self._num_values:
+    def _value(self, value: int, which: int | None = None) -> ValueId:
+        if not 0 <= value < len(self._num_texts):
             self._fail(f"value {value}: is not made before this place")
+        count = self._num_texts[value]
+        if which is not None and (count == 1 or not 0 <= which < count):
+            self._fail(f"which {which}: value {value} is {count} text{'s' * (count > 1)}")
         return ValueId(value)
 
     def _role(self, role: str) -> str:

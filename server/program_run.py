@@ -46,6 +46,7 @@ from .remote_engine import EngineUnavailable
 from .sse import HEARTBEAT, event
 
 Event = dict[str, Any]
+_MAX_COPIES = 16  # of all generated texts, in variables and the result
 
 
 class ServedRun:
@@ -238,7 +239,7 @@ class ServedRun:
     def answer(self) -> Event:
         """What can be read at the end."""
         run, program = self._run, self._program
-        outcome = Outcome(self._result_of, _Texts(run, self._max_chars))
+        outcome = Outcome(self._result_of, _Texts(run, self._max_chars), self._spender())
         variables: dict[str, object] = {}
         errors: dict[str, object] = {}
         for name, binding in self._variables.items():
@@ -260,6 +261,19 @@ class ServedRun:
         names = ("prompt_tokens", "cached_tokens", "computed_tokens", "completion_tokens")
         totals = {name: sum(getattr(usage, name) for usage in usages) for name in names}
         return answer | {"usage": totals | {"requests": len(usages)}}
+
+    def _spender(self) -> Callable[[int], None]:
+        """Counts characters of generated texts: each may be named often, but not without end."""
+        texts = (answer.text for record in self._run.records for answer in record.answers)
+        most = left = self._max_chars + _MAX_COPIES * sum(map(len, texts))
+
+        def spend(num_chars: int) -> None:
+            nonlocal left
+            left -= num_chars
+            if left < 0:
+                raise invalid(f"the values of the answer exceed {most} characters")
+
+        return spend
 
     def _result_of(self, value: ValueId) -> Result:
         outcome = self._run.result(value)

@@ -113,11 +113,12 @@ def _max_chars(context: ServerContext) -> int:
 
 
 def _defaults(sampling: ProgramSampling) -> RunDefaults:
-    stop = sampling.stop
+    stop, patterns = sampling.stop, sampling.stop_regex
     return RunDefaults(
         max_tokens=sampling.max_new_tokens,  # type: ignore[arg-type]  # None: up to the context
         stop=stop if isinstance(stop, str) else tuple(stop),
         stop_token_ids=token_ids(sampling.stop_token_ids, "sampling.stop_token_ids"),
+        stop_regex=(patterns,) if isinstance(patterns, str) else tuple(patterns),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

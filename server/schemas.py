@@ -264,6 +264,7 @@ class ProgramSampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
     max_new_tokens: int | None = 128
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
+    stop_regex: str | list[str] = []
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1

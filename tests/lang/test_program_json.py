@@ -115,6 +115,11 @@ WRONG: list[tuple[bytes, str]] = [
     (with_node(op="gen", value=0, parameters={"temperature": -1}), r"nodes\[0\]: temperature: -1"),
     (with_node(op="gen", value=0, parameters={"heat": 1}), "unknown field `heat`"),
     (with_node(op="gen", value=0, parameters={"grammar": {"kind": "magic"}}), "grammar: .*magic"),
+    (with_node(op="gen", value=0, parameters={"grammar": {"kind": "regex", "x": 1}}), "'x' is not"),
+    (with_node(op="gen", value=0, parameters={"dtype": "date"}), r"nodes\[0\]: dtype: 'date'"),
+    (changed(variables={"a": {"kind": "value", "value": 0, "which": 2}}), "which 2: value 0 is 2"),
+    (changed(variables={"a": {"kind": "value", "value": 0, "which": -1}}), "which -1: value 0"),
+    (changed(variables={"a": {"kind": "value", "value": 1, "which": 0}}), "which 0: value 1 is 1"),
     (with_node(op="gen", value=0, parameters={"n": {"kind": "argument", "name": "q"}}), "n: cann"),
     (with_node(op="select", value=0, choices=[]), "choices: at least one"),
     (with_node(op="select", value=0, choices=["x"], method="luck"), "method 'luck'"),
@@ -133,3 +138,21 @@ def test_deep_json_is_no_crash() -> None:
     deep = '{"kind":"list","items":[' * 5000 + "]}" * 5000
     with pytest.raises(ValueError, match="not a program"):
         pm.Program.from_json(f'{{"version":1,"name":"x","nodes":[],"result":{deep}}}')
+    for deep in (
+        '{"kind":"list","items":[' * 100 + "]}" * 100,
+        '{"kind":"constant","constant":' + "[" * 900 + "]" * 900 + "}",
+    ):
+        with pytest.raises(ValueError, match="result: lists and dicts in each other; at most 64"):
+            pm.Program.from_json(f'{{"version":1,"name":"x","nodes":[],"result":{deep}}}')
+
+
+def test_lists_that_are_too_deep_have_no_form() -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s["a"] = deep
+
+    deep: list[object] = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(ValueError, match="variable 'a': lists and dicts in each other"):
+        program.compile().to_json()
