@@ -298,9 +298,9 @@ class ResidualCursor:
     @property
     def shape(self) -> object:
         """Where two are equal, the same is checked of the text to come."""
-        return tuple(
-            (frame.nodes, 0 if frame.is_object else frame.key) for frame in self._scan.stack
-        )
+        # A key in the making, or one more of an object, may be what a known end repeats.
+        in_key = len(self._text) if self._scan.mode == "key_string" else None
+        return (in_key, *((frame.nodes, frame.key) for frame in self._scan.stack))
 
     def ends_well(self, data: bytes) -> bool:
         """Whether the text is valid when `data` is its rest."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -200,3 +201,24 @@ def test_a_valid_text_is_found_where_the_first_guesses_are_not(engine: Engine, s
         engine, [ask(str(extra), schema, least + extra, seed=extra) for extra in (0, 1, 20)]
     ).items():
         assert_valid(schema, got, least + int(name))
+
+
+def test_no_key_comes_twice_beside_what_is_checked(engine: Engine) -> None:
+    """Free objects have no mask for it: the ways out that are known at a key are tried again."""
+    free = {"additionalProperties": {"type": "null"}, "propertyNames": {"pattern": "^[a-c]{1,2}$"}}
+    unique = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "minItems": 1}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "object", **free}, "b": unique},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    wanted = ((ord("}"), -30.0), *((ord(char), 12.0) for char in ',"b'))
+    requests = [ask(str(i), schema, 60 + i, seed=i, logit_bias=wanted) for i in range(12)]
+    num_keys = 0
+    for name, got in run_all(engine, requests).items():
+        assert_valid(schema, got, 60 + int(name))
+        keys = re.findall(r'"([a-c]{1,2})"\s*:\s*null', got.text)
+        assert len(set(keys)) == len(keys), got.text
+        num_keys = max(num_keys, len(keys))
+    assert num_keys > 2
