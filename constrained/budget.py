@@ -168,9 +168,11 @@ class Closer:
         check: TextCheck | None = None,
         *,
         num_walks: int = NUM_WALKS,
+        num_masks: int = _MAX_START_MASKS,
     ) -> list[int] | None:
         """For a start: of several ways the one with the fewest tokens; None: none was found.
 
+        `num_masks` bounds the longest of the walks.
         Texts that are longer than a few tokens are walked once: their start is forced.
         """
         best: list[int] | None = None
@@ -181,8 +183,8 @@ class Closer:
         for variant in range(num_walks):
             if best is not None and len(best) > MAX_SEARCHED:
                 break
-            num_masks = 256 if variant % 4 or place.is_free else _MAX_START_MASKS
-            search = Search(num_masks, variant=variant, is_start=True, check=check)
+            most_masks = 256 if variant % 4 or place.is_free else num_masks
+            search = Search(most_masks, variant=variant, is_start=True, check=check)
             most = max_tokens if best is None else len(best)
             walk = _Walk(self, place.fork(), search, 3 * most + 8)
             ids = walk.run()

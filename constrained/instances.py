@@ -123,7 +123,8 @@ class Instances:
                 continue
             seen.add(id(schema))
             plain.append(node)
-            stack += reversed(_children(node, "allOf"))
+            if "allOf" in schema:
+                stack += reversed(_children(node, "allOf"))
             if isinstance(schema.get("$ref"), str):
                 try:
                     stack.append(self._resolver.follow(node, str(schema["$ref"])))
@@ -284,7 +285,8 @@ class Instances:
             fresh = self._names(merged, least, depth)
             names += [name for name in fresh if name not in names][: least - len(names)]
         result: SchemaObject = {}
-        for name in sorted(names, key=lambda n: _rank(declared, n)):
+        ranks = {name: i for i, name in enumerate(declared)}
+        for name in sorted(names, key=lambda n: ranks.get(n, len(ranks))):
             values = self._values(merged.property_nodes(name), 1, depth + 1)
             if not values:
                 return None
@@ -358,10 +360,15 @@ def _has_format(schema: Json, text: str) -> bool:
     return bool(jsonschema_rs.is_valid({"format": name}, text, validate_formats=True))
 
 
+_FORKING = frozenset("anyOf oneOf if dependentSchemas dependencies".split())
+
+
 def _branches(node: Node) -> list[list[list[Node]]]:
     """For each keyword with branches: the subschemas that each of them adds."""
     schema = node.schema
     assert isinstance(schema, dict)
+    if _FORKING.isdisjoint(schema):
+        return []
     found = [
         [[branch] for branch in _children(node, keyword)]
         for keyword in ("anyOf", "oneOf")
@@ -388,6 +395,8 @@ _BRANCHING = frozenset("allOf anyOf oneOf $ref if then else dependentSchemas".sp
 def _bare(node: Node) -> Node:
     """What is left of a subschema once its parts are taken apart."""
     assert isinstance(node.schema, dict)
+    if _BRANCHING.isdisjoint(node.schema):
+        return node
     return Node(node.pointer, {k: v for k, v in node.schema.items() if k not in _BRANCHING})
 
 
@@ -396,10 +405,6 @@ def _children(node: Node, keyword: str) -> list[Node]:
     parts = node.schema.get(keyword)
     listed = parts if isinstance(parts, list) else []
     return [Node(f"{node.pointer}/{keyword}/{i}", part) for i, part in enumerate(listed)]
-
-
-def _rank(declared: Sequence[str], name: str) -> int:
-    return declared.index(name) if name in declared else len(declared)
 
 
 def _text(value: Json) -> str:

@@ -371,7 +371,9 @@ class LLGuidanceBackend:
             wide = self._matcher(shared, ruled.grammar, is_risky=_is_risky(text))
             if wide.is_error():
                 raise LoweringError(reason(_first_line(wide.get_error())))
-            return wide, replace(ruled, proposal=self._declared(shared, matcher, text))
+            if order == KeyOrder.ANY:
+                ruled = replace(ruled, proposal=self._declared(shared, matcher, text))
+            return wide, ruled
         except LoweringError as error:
             refuse_special(schema, str(error))
             if is_stuck:

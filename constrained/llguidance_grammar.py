@@ -12,12 +12,13 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import llguidance
 
 from . import lookahead
 from .choices import read_options
+from .circular import circular_target, inside, refers_to
 from .closing import close_objects
 from .gbnf import gbnf_to_lark
 from .layout import WHITESPACE_PATTERN
@@ -125,9 +126,12 @@ def locate(
         for keyword in _keywords_meant(message)
         if isinstance(node.schema, dict) and keyword in node.schema
     ]
-    named = re.search(r"circular references .*(#/.*)", message)
-    if named:
-        candidates = [c for c in candidates if _refers(c[0], named[1])] or candidates
+    target = circular_target(message)
+    if target is not None:
+        candidates = [c for c in candidates if refers_to(c[0], target)] or candidates
+    is_one = target is not None or all(keyword == "oneOf" for _, keyword in candidates)
+    if is_one or len({id(node.schema) for node, _ in candidates}) == 1:  # `widened` takes all
+        candidates = candidates[:1]
     if len(candidates) > 1:
         # The innermost of those that fail on their own; few, as each try compiles.
         candidates.sort(key=lambda c: -c[0].pointer.count("/"))
@@ -151,12 +155,6 @@ def locate(
     return error, Node(origin, node.schema), keyword
 
 
-def _refers(node: Node, target: str) -> bool:
-    """Whether `node` is a `$ref` to `target`, as a message spells it."""
-    schema = node.schema
-    return isinstance(schema, dict) and unquote(str(schema["$ref"])) == unquote(target)
-
-
 # Signs of a message that says what is lacking; other messages: it is malformed.
 _LIMITS = ("look", "backref", "Unable to determine")
 _LACKS = {"pattern": _LIMITS, "patternProperties": (*_LIMITS, "disjoint")}
@@ -174,7 +172,9 @@ def _is_final(keyword: str, message: str) -> bool:
 def widened(text: GrammarText, node: Node, keyword: str, message: str) -> GrammarText:
     """The grammar without `keyword` of `node`, and the residual that this leaves.
 
-    `oneOf` goes everywhere at once: one that is not provably disjoint seldom comes alone.
+    `oneOf` goes everywhere at once: one that is not provably disjoint seldom comes alone. So do
+    the references to a circular target that stand inside of it.
+
     Raises:
         GrammarError: the keyword can't be left out.
     """
@@ -189,6 +189,12 @@ def widened(text: GrammarText, node: Node, keyword: str, message: str) -> Gramma
                 origin = schema.origins.get(id(other.schema), other.pointer)
                 residuals.append(Residual(origin, "oneOf", "branches may overlap"))
                 widen(other.schema, "oneOf")
+    elif keyword == "$ref" and (target := circular_target(message)) is not None:
+        for other in inside(schema.document, schema.draft, node, target):
+            assert isinstance(other.schema, dict)
+            origin = schema.origins.get(id(other.schema), other.pointer)
+            residuals.append(Residual(origin, keyword, reason(message)))
+            widen(other.schema, keyword)
     else:
         before = dict(node.schema)
         widen(node.schema, keyword)

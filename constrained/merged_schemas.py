@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import jsonschema_rs
 
@@ -16,6 +17,8 @@ class Merged:
 
     def __init__(self, nodes: Sequence[Node]):
         self.nodes = nodes
+        self._schemas = [node.schema for node in nodes if isinstance(node.schema, dict)]
+        self._keywords = {keyword for schema in self._schemas for keyword in schema}
         types = list(_TYPES)
         for schema in self.schemas():
             wanted = schema.get("type")
@@ -31,9 +34,11 @@ class Merged:
         self.types = types
 
     def schemas(self) -> list[SchemaObject]:
-        return [node.schema for node in self.nodes if isinstance(node.schema, dict)]
+        return self._schemas
 
     def having(self, keyword: str) -> list[Node]:
+        if keyword not in self._keywords:
+            return []
         return [n for n in self.nodes if isinstance(n.schema, dict) and keyword in n.schema]
 
     def most(self, keyword: str, default: float) -> float:
@@ -90,14 +95,18 @@ class Merged:
 
     def with_dependencies(self, names: Sequence[str]) -> list[str]:
         found = dict.fromkeys(names)
-        for _ in range(8):
+        depending = [
+            schema[keyword]
+            for schema in self.schemas()
+            for keyword in ("dependentRequired", "dependencies")
+            if keyword in schema
+        ]
+        for _ in range(8 if depending else 0):
             size = len(found)
-            for schema in self.schemas():
-                for keyword in ("dependentRequired", "dependencies"):
-                    rules = schema.get(keyword)
-                    for name, wanted in rules.items() if isinstance(rules, dict) else ():
-                        if name in found and isinstance(wanted, list):
-                            found |= dict.fromkeys(str(other) for other in wanted)
+            for rules in depending:
+                for name, wanted in rules.items() if isinstance(rules, dict) else ():
+                    if name in found and isinstance(wanted, list):
+                        found |= dict.fromkeys(str(other) for other in wanted)
             if len(found) == size:
                 break
         return list(found)
@@ -150,6 +159,7 @@ def number_of(schema: Json, keyword: str, default: float) -> float:
     return float(value) if is_number else default  # type: ignore[arg-type]
 
 
+@lru_cache(maxsize=4096)
 def fits(pattern: str, text: str) -> bool:
     try:
         return bool(jsonschema_rs.is_valid({"pattern": pattern}, text))

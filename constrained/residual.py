@@ -18,6 +18,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from urllib.parse import quote
 
 import jsonschema_rs
@@ -39,7 +40,10 @@ _NEWEST = "https://json-schema.org/draft/2020-12/schema"
 
 
 class SchemaCheck:
-    """The residuals and the validator of one schema; immutable, shared by its sequences."""
+    """The residuals and the validator of one schema, shared by its sequences.
+
+    It never changes but for what is made when it is first asked for, the same by any thread.
+    """
 
     def __init__(
         self,
@@ -67,10 +71,12 @@ class SchemaCheck:
             for residual in self.residuals
             if residual.keyword == "uniqueItems" and residual.pointer in self._plan.checked
         }
-        self._parts = self._make_parts(document, sorted(self._plan.checked))
+        self._document = document
+        self._parts = {"": self._validator}  # made where the first such value closes
         self.heaviest = heaviest(document)
         self._instances = Instances(document, draft)
-        self._witnesses = self._find_witnesses() if residuals else {}
+        self._proposed = self._candidates() if residuals else {}
+        self._witnesses: dict[tuple[str, ...], list[bytes]] = {}  # as far as asked for
         self.strings = tuple(_to_text(text)[1:] for text in self._instances.strings)
         names = self._instances.required if is_any_order else ()  # else the grammar forces them
         self.words = tuple(_to_text(name) + b":" for name in names)
@@ -80,43 +86,48 @@ class SchemaCheck:
         texts = (_to_text(value) for value in self._instances.of([""]))
         return [text for text in texts if self.is_valid(text)]
 
-    def _find_witnesses(self) -> dict[tuple[str, ...], list[bytes]]:
-        """For each place at which a value is checked: short texts that pass."""
+    def _candidates(self) -> dict[tuple[str, ...], list[bytes]]:
+        """For each place at which a value is checked: short texts that may pass."""
         instances = self._instances
         found: dict[tuple[str, ...], list[bytes]] = {}
         for nodes in self._plan.places(self.root_nodes, _MAX_PLACES):
-            pointers = self.to_check(nodes)
-            if not pointers:
-                continue
-            texts = (_to_text(value) for value in instances.of(nodes))
-            found[nodes] = [text for text in texts if self.is_valid_part(pointers, text)]
+            if self.to_check(nodes):
+                found[nodes] = [_to_text(value) for value in instances.of(nodes)]
         return found
 
     def witnesses(self, nodes: tuple[str, ...]) -> list[bytes]:
         """Short texts, without blanks, of values that pass where `nodes` apply; [] if none is
         known."""
-        return self._witnesses.get(nodes, [])
+        known = self._witnesses.get(nodes)
+        if known is None:
+            pointers = self.to_check(nodes)
+            texts = self._proposed.get(nodes, ())
+            known = [text for text in texts if self.is_valid_part(pointers, text)]
+            self._witnesses[nodes] = known
+        return known
 
-    def _make_parts(
-        self, document: Json, pointers: Sequence[str]
-    ) -> dict[str, jsonschema_rs.Validator]:
-        """The validators of subschemas; they share what is made of the document once."""
-        parts = dict.fromkeys(pointers, self._validator)
-        below = [pointer for pointer in pointers if pointer]
-        if not below or not isinstance(document, dict):
-            return parts
-        registry = jsonschema_rs.Registry(
-            [(_ROOT_URI, {**document, "$id": _ROOT_URI})], retriever=_nothing
-        )
-        for pointer in below:
+    def _part(self, pointer: str) -> jsonschema_rs.Validator:
+        """The validator of a subschema; all share what is made of the document once."""
+        part = self._parts.get(pointer)
+        if part is None:
+            document = self._document
+            if not isinstance(document, dict):
+                return self._validator
             wrapper = {
                 "$schema": document.get("$schema", _NEWEST),
                 "$ref": f"{_ROOT_URI}#{quote(pointer, safe='/~')}",
             }
-            parts[pointer] = jsonschema_rs.validator_for(
-                wrapper, validate_formats=self._formats, registry=registry
+            part = self._parts[pointer] = jsonschema_rs.validator_for(
+                wrapper, validate_formats=self._formats, registry=self._registry
             )
-        return parts
+        return part
+
+    @cached_property
+    def _registry(self) -> jsonschema_rs.Registry:
+        assert isinstance(self._document, dict)
+        return jsonschema_rs.Registry(
+            [(_ROOT_URI, {**self._document, "$id": _ROOT_URI})], retriever=_nothing
+        )
 
     def is_valid_part(self, pointers: Iterable[str], text: bytes) -> bool:
         """Whether a complete value satisfies the subschemas at `pointers`."""
@@ -124,7 +135,7 @@ class SchemaCheck:
             value = json.loads(text, object_pairs_hook=_unique_keys, parse_float=_finite)
         except ValueError:
             return False
-        return all(self._parts[pointer].is_valid(value) for pointer in pointers)
+        return all(self._part(pointer).is_valid(value) for pointer in pointers)
 
     def is_valid(self, text: bytes) -> bool:
         """Whether a whole document satisfies the schema as the user sent it.

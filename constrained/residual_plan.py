@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .rewrite import Residual
-from .schema_walk import Draft, Json, Node, Resolver, children, escape, reachable
+from .schema_walk import Draft, Json, Node, Resolver, SchemaObject, children, escape, reachable
 
 _OTHER_KEY = "\0"  # one that no schema declares
 _SAME_VALUE = frozenset(("allOf", "$ref"))
@@ -70,13 +70,14 @@ def make_plan(
         return Plan({"": []}, {}, {}, {""})
     resolver = Resolver(document, draft)
     nodes = reachable(document, resolver)
+    pointers = {id(node.schema): node.pointer for node in nodes}
     below: dict[str, list[tuple[str, str]]] = {}
     for node in nodes:
         found = [(keyword, child.pointer) for keyword, child in children(node)]
         assert isinstance(node.schema, dict)
         if isinstance(node.schema.get("$ref"), str):
             target = resolver.follow(node, str(node.schema["$ref"]))
-            found.append(("$ref", _pointer_of(target, nodes)))
+            found.append(("$ref", pointers.get(id(target.schema), target.pointer)))
         below[node.pointer] = found
     own = {residual.pointer for residual in residuals}
     holding = _holding(below, own)
@@ -87,17 +88,18 @@ def make_plan(
     return plan
 
 
-def _has_ids(document: Json, *, is_root: bool = True) -> bool:
-    if isinstance(document, dict):
-        own = any(isinstance(document.get(key), str) for key in ("$id", "id"))
-        return (own and not is_root) or any(
-            _has_ids(value, is_root=False) for value in document.values()
-        )
-    return isinstance(document, list) and any(_has_ids(v, is_root=False) for v in document)
-
-
-def _pointer_of(target: Node, nodes: Sequence[Node]) -> str:
-    return next((node.pointer for node in nodes if node.schema is target.schema), target.pointer)
+def _has_ids(document: SchemaObject) -> bool:
+    """Whether some part of `document` below it has an `$id`."""
+    stack: list[Json] = [*document.values()]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            if isinstance(value.get("$id"), str) or isinstance(value.get("id"), str):
+                return True
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+    return False
 
 
 def _holding(below: dict[str, list[tuple[str, str]]], own: set[str]) -> set[str]:

@@ -30,7 +30,8 @@ from .spec import GrammarError
 from .unevaluated import close_items, close_properties
 
 _MAX_DEPENDENCIES = 4  # alternatives double with each one
-_MAX_CONDITIONS = 4  # alternatives of one value double with each one
+_MAX_CONDITIONS = 4  # alternatives of one value double, or triple, with each one
+_SOME_CONDITIONS = 2  # that are kept where there are more: the rest is checked in any case
 _MAX_CONTAINS_ITEMS = 6
 _DEFINITION = "palmette-{}"
 
@@ -85,7 +86,8 @@ class Rewriter:
                 for part in (parts if isinstance(parts, list) else ())
                 if isinstance(part, dict) and "if" in part
             ]
-            self._crowded.update(conditions[_MAX_CONDITIONS:])
+            if len(conditions) > _MAX_CONDITIONS:
+                self._crowded.update(conditions[_SOME_CONDITIONS:])
             for keyword in ("not", "if"):
                 if isinstance(schema, dict) and keyword in schema:
                     opposite = negate(schema[keyword], schema, follow=self.follow)

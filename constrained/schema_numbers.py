@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from .schema_walk import Json, Node, SchemaObject
 
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
 
 
@@ -26,6 +27,8 @@ def inexact_bounds(nodes: Sequence[Node]) -> Iterator[tuple[Node, str, str]]:
     pooled = _opposites(schemas) if may_combine else None
     for node in nodes:
         if not isinstance(node.schema, dict) or node.schema.get("type") == "integer":
+            continue
+        if node.schema.keys().isdisjoint(_EXCLUSIVE):
             continue
         for keyword, opposites in (pooled or _opposites([node.schema])).items():
             bound = _number(node.schema.get(keyword))

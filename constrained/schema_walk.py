@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote, urldefrag, urljoin
 
 from .limits import GrammarLimits
@@ -50,8 +49,7 @@ _DEFINITIONS = frozenset(("$defs", "definitions"))
 _IN_PLACE = frozenset(("allOf", "anyOf", "oneOf", "$ref"))  # apply to the very same value
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """A subschema and the JSON pointer at which it stands."""
 
     pointer: str
@@ -106,16 +104,15 @@ def children(node: Node) -> Iterator[tuple[str, Node]]:
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
-        base = f"{node.pointer}/{escape(keyword)}"
         if keyword in _LIST and isinstance(value, list):
             for i, child in enumerate(value):
-                yield keyword, Node(f"{base}/{i}", child)
+                yield keyword, Node(f"{node.pointer}/{keyword}/{i}", child)
         elif keyword in _MAP and isinstance(value, dict):
             for name, child in value.items():
                 if not isinstance(child, list):  # of required keys
-                    yield keyword, Node(f"{base}/{escape(name)}", child)
+                    yield keyword, Node(f"{node.pointer}/{keyword}/{escape(name)}", child)
         elif keyword in _ONE and isinstance(value, dict | bool):
-            yield keyword, Node(base, value)
+            yield keyword, Node(f"{node.pointer}/{keyword}", value)
 
 
 class Resolver:
@@ -130,7 +127,8 @@ class Resolver:
         self._embedded: dict[str, str] = {}  # pointer of a subschema with an $id of its own -> URI
         if isinstance(root, dict) and isinstance(root.get(self._id_key), str):
             self._base = urldefrag(str(root[self._id_key])).url
-        self._collect(Node("", root), {"": self._base})
+        if _has_names(root):
+            self._collect(Node("", root), {"": self._base})
 
     def follow(self, node: Node, reference: str) -> Node:
         """The subschema that `reference`, the `$ref` of `node`, leads to.
@@ -219,6 +217,24 @@ class Resolver:
                 for name, child_schema in definitions.items():
                     place = f"{node.pointer}/{escape(keyword)}/{escape(name)}"
                     self._collect(Node(place, child_schema), scope)
+
+
+_NAMING = frozenset(("$id", "id", "$anchor", "$dynamicAnchor"))
+
+
+def _has_names(root: Json) -> bool:
+    """Whether some part of `root` below it could have a name."""
+    stack = [root]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list):
+            stack += value
+        elif isinstance(value, dict):
+            if value is not root and not value.keys().isdisjoint(_NAMING):
+                if any(isinstance(value.get(key), str) for key in _NAMING):
+                    return True
+            stack += value.values()
+    return isinstance(root, dict) and ("$anchor" in root or "$dynamicAnchor" in root)
 
 
 def reachable(root: Json, resolver: Resolver) -> list[Node]:

@@ -15,6 +15,12 @@ from .schema_walk import Json, SchemaObject
 
 _ANY = 8  # bytes of a value that may be anything, with what separates it
 _MAX = 1_000_000
+# Keywords that add something.
+_OF_OBJECTS = frozenset(
+    "required dependentRequired dependencies dependentSchemas minProperties".split()
+)
+_OF_ARRAYS = frozenset(("minItems", "contains"))
+_PARTS = frozenset("allOf if then else anyOf oneOf".split())
 
 
 def heaviest(document: Json) -> int:
@@ -54,7 +60,11 @@ class _Weights:
                 values = schema[keyword] if keyword == "enum" else [schema[keyword]]
                 texts = (json.dumps(v) for v in (values if isinstance(values, list) else ()))
                 return _ANY + max(map(len, texts), default=0)
-        total = _ANY + self._of_object(schema) + self._of_array(schema)
+        total = _ANY
+        if not _OF_OBJECTS.isdisjoint(schema):
+            total += self._of_object(schema)
+        if not _OF_ARRAYS.isdisjoint(schema):
+            total += self._of_array(schema)
         total += _count(schema, "minLength") + 24 * ("format" in schema)
         pattern = schema.get("pattern")
         if isinstance(pattern, str):
@@ -62,9 +72,12 @@ class _Weights:
         reference = schema.get("$ref")
         if isinstance(reference, str):
             total += self.of(self._target(reference))
+        if _PARTS.isdisjoint(schema):
+            return total
         for keyword in ("allOf", "if", "then", "else"):
-            parts = schema.get(keyword)
-            total += sum(self.of(part) for part in (parts if isinstance(parts, list) else [parts]))
+            if keyword in schema:
+                parts = schema[keyword]
+                total += sum(map(self.of, parts if isinstance(parts, list) else [parts]))
         for keyword in ("anyOf", "oneOf"):
             parts = schema.get(keyword)
             total += max(map(self.of, parts), default=0) if isinstance(parts, list) else 0

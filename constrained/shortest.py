@@ -12,6 +12,7 @@ from .pattern_texts import pattern_texts
 from .spec import GrammarError
 
 _MAX_TOKENS = 4096
+_FEW_MASKS = 384  # of the first walk; where they do not do, texts that are guessed are tried
 
 
 def shortest_text(
@@ -42,11 +43,10 @@ def shortest_text(
         found = closer.shortest(place, _MAX_TOKENS, num_walks=NUM_WALKS * (1 if ways else 2))
         ids = min((*ways, *([] if found is None else [found])), key=len, default=None)
         return None if ids is None else tuple(ids)
-    ids = closer.shortest(place, _MAX_TOKENS, check, num_walks=1)
+    ids = closer.shortest(place, _MAX_TOKENS, check, num_walks=1, num_masks=_FEW_MASKS)
     if ids is None:
-        written = [closer.spelt(place.state, text) for text in check.examples()]
-        proven = [ids for ids in written if ids and closer.proves(place, ids)]
-        ids = min(proven, key=len, default=None)
+        written = (closer.spelt(place.state, text) for text in check.examples())
+        ids = next((ids for ids in written if ids and closer.proves(place, ids)), None)
     if ids is None or len(ids) <= MAX_SEARCHED:
         others = closer.shortest(place, _MAX_TOKENS, check)
         ids = min((way for way in (ids, others) if way is not None), key=len, default=None)
