@@ -173,7 +173,7 @@ def widened(text: GrammarText, node: Node, keyword: str, message: str) -> Gramma
     """The grammar without `keyword` of `node`, and the residual that this leaves.
 
     `oneOf` goes everywhere at once: one that is not provably disjoint seldom comes alone. So do
-    the references to a circular target that stand inside of it.
+    the references to a circular target that stand inside of it, and both counts of keys.
 
     Raises:
         GrammarError: the keyword can't be left out.
@@ -196,13 +196,17 @@ def widened(text: GrammarText, node: Node, keyword: str, message: str) -> Gramma
             residuals.append(Residual(origin, keyword, reason(message)))
             widen(other.schema, keyword)
     else:
-        before = dict(node.schema)
-        widen(node.schema, keyword)
-        residual = Residual(node.pointer, keyword, reason(message))
-        residuals.append(residual)
-        if keyword in _RULES_HAVE:
-            lost = {key: value for key, value in before.items() if key not in node.schema}
-            dropped.append(Dropped(node.schema, lost, residual))
+        counts = ("minProperties", "maxProperties")
+        for name in counts if keyword in counts else (keyword,):
+            if name not in node.schema and name != keyword:
+                continue
+            before = dict(node.schema)
+            widen(node.schema, name)
+            residual = Residual(node.pointer, name, reason(message))
+            residuals.append(residual)
+            if name in _RULES_HAVE:
+                lost = {key: value for key, value in before.items() if key not in node.schema}
+                dropped.append(Dropped(node.schema, lost, residual))
     schema = replace(schema, residuals=tuple(residuals))
     grammar = _json_grammar(schema.document, options)
     return replace(text, grammar=grammar, schema=schema, dropped=tuple(dropped))

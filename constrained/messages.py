@@ -7,6 +7,7 @@ import re
 from .schema_walk import Json, escape
 from .spec import GrammarError
 
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _EXCERPT = re.compile(r"(?:\\n|\n) +\d+ \|.*", re.DOTALL)  # of the grammar as the engine got it
@@ -40,6 +41,11 @@ def refuse_surrogates(text: str, what: str) -> None:
     found = _SURROGATE.search(text)
     if found is not None:
         raise GrammarError(f"{what}: {found[0]!r} at {found.start()} is half a surrogate pair")
+
+
+def may_have_surrogates(source: str) -> bool:
+    """Whether some text of the JSON document `source` may hold half a pair."""
+    return _SURROGATE.search(source) is not None or _ESCAPED_SURROGATE.search(source) is not None
 
 
 def refuse_surrogates_in(document: Json) -> None:

@@ -29,7 +29,7 @@ from . import formats
 from .ecma_regex import to_rust
 from .idle_keywords import LOOKING, drop_idle
 from .limits import GrammarLimits
-from .messages import refuse_surrogates_in
+from .messages import may_have_surrogates, refuse_surrogates_in
 from .rewrite import Dropped, Residual, Rewriter, widen
 from .schema_finite import refuse_infinite
 from .schema_numbers import inexact_bounds
@@ -92,7 +92,8 @@ def prepare_json_schema(
         GrammarError: with the pointer of the offending part of the schema.
     """
     document = parse(source, limits)
-    refuse_surrogates_in(document)
+    if may_have_surrogates(source):
+        refuse_surrogates_in(document)
     if document is True:
         document = {}
     if document is False:

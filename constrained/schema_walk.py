@@ -124,6 +124,7 @@ class Resolver:
         self._id_key = "id" if draft == Draft.DRAFT4 else "$id"
         self._base = ""
         self._named: dict[str, Node] = {}  # absolute URI, or "#anchor" of the root resource
+        self._local: dict[str, Node] = {}  # what references to this document were found to be
         self._embedded: dict[str, str] = {}  # pointer of a subschema with an $id of its own -> URI
         if isinstance(root, dict) and isinstance(root.get(self._id_key), str):
             self._base = urldefrag(str(root[self._id_key])).url
@@ -136,6 +137,15 @@ class Resolver:
         Raises:
             GrammarError: remote or dangling.
         """
+        is_local = not self._embedded and reference.startswith("#")
+        if is_local and (known := self._local.get(reference)) is not None:
+            return known
+        found = self._follow(node, reference)
+        if is_local:
+            self._local[reference] = found
+        return found
+
+    def _follow(self, node: Node, reference: str) -> Node:
         pointer = f"{node.pointer}/$ref"
         base = self._base_of(pointer)
         if reference.startswith("#"):  # urljoin knows no urn: and the like

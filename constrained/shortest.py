@@ -12,7 +12,7 @@ from .pattern_texts import pattern_texts
 from .spec import GrammarError
 
 _MAX_TOKENS = 4096
-_FEW_MASKS = 384  # of the first walk; where they do not do, texts that are guessed are tried
+_FEW_MASKS = 96  # of the first walk; where they do not do, texts that are guessed are tried
 
 
 def shortest_text(

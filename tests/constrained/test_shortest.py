@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from palmette.constrained.automaton import AutomatonState
-from palmette.constrained.backend import select_backend
+from palmette.constrained.backend import MaskRow, select_backend
 from palmette.constrained.compiler import GrammarCompiler
+from palmette.constrained.llguidance_backend import LLGuidanceState
 from palmette.constrained.masks import allowed_ids
 from palmette.constrained.spec import GrammarError, GrammarSpec
 from palmette.constrained.vocabulary import Vocabulary
@@ -86,6 +87,32 @@ def test_a_schema_has_a_short_text_that_passes(
     found = b"".join(vocabulary.token_bytes[i] for i in grammar.shortest)
     assert grammar.check.is_valid(found)
     assert text is None or found == text
+
+
+def test_where_a_walk_takes_long_a_text_that_is_guessed_does(
+    compiler: GrammarCompiler, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that is not to be found letter by letter costs a bounded number of masks."""
+    num_fills, fill = 0, LLGuidanceState.fill
+
+    def counting(state: LLGuidanceState, row: MaskRow) -> None:
+        nonlocal num_fills
+        num_fills += 1
+        fill(state, row)
+
+    monkeypatch.setattr(LLGuidanceState, "fill", counting)
+    version = {"type": "string", "pattern": "^([0-9]+)(\\.[0-9]+){2}(-[0-9a-z.-]*[0-9a-z])?$"}
+    names = [f"part{i}" for i in range(40)]
+    schema = {
+        "type": "object",
+        "properties": {name: version for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+    grammar = compiler.get(GrammarSpec.json_schema(schema))
+    assert grammar.shortest is not None and grammar.check is not None
+    assert grammar.check.is_valid(b"".join(vocabulary.token_bytes[i] for i in grammar.shortest))
+    assert num_fills < 200
 
 
 def test_a_schema_of_which_no_text_is_found_is_refused_by_name(compiler: GrammarCompiler) -> None:
