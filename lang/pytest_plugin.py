@@ -5,6 +5,7 @@
     pytest                                       runs the model, keeps nothing
 
 A test takes the fixture `palmette_backend`; while it runs, that is the default backend, too.
+No assertion of this module is the user's: PYTEST_DONT_REWRITE.
 """
 
 from __future__ import annotations

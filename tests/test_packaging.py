@@ -30,6 +30,12 @@ def test_declared_packages_are_the_folders(project: dict[str, object]) -> None:
     assert set(declared) == folders | {"palmette"}
 
 
+def test_the_pytest_plugin_is_declared_under_its_module_s_name(project: dict[str, object]) -> None:
+    points = project["project"]["entry-points"]["pytest11"]  # type: ignore[index]
+    assert points == {"palmette.lang.pytest_plugin": "palmette.lang.pytest_plugin"}
+    assert (ROOT / "lang" / "pytest_plugin.py").exists()
+
+
 def test_every_folder_with_modules_is_a_package() -> None:
     missing = {
         str(path.parent.relative_to(ROOT))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from platformdirs import user_cache_path
 
+# pytester forgets what its runs import; two copies of a module would not know each other.
+from palmette.lang import api, backends, cassette, generation, state, testing  # noqa: F401
 from palmette.lang.pytest_plugin import cassette_path
 
 pytest_plugins = ["pytester"]
@@ -40,6 +43,9 @@ def test_capitals(palmette_backend, country, city):
     assert state["answer"] == city
     assert ask.run(country, backend=palmette_backend).get_meta_info("answer")["cached_tokens"] > 0
 """
+
+
+CACHE = user_cache_path("palmette").parent  # before pytester moves the home folder
 
 
 @pytest.fixture
@@ -87,7 +93,10 @@ def test_record_and_replay_exclude_each_other(suite: pytest.Pytester) -> None:
 
 
 @pytest.mark.model
-def test_a_model_is_recorded_and_replayed(pytester: pytest.Pytester, tiny_files: Path) -> None:
+def test_a_model_is_recorded_and_replayed(
+    pytester: pytest.Pytester, tiny_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))  # where the compiled kernels are
     pytester.makepyfile(
         test_it="""
 import palmette as pm
