@@ -8,6 +8,7 @@ Prefixes are shared in the engine's cache, so a step computes little more than o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,6 +80,9 @@ def beam(
         raise located(
             ValueError(f"max_tokens: {max_tokens} is out of range; it must be >= 1"), line
         )
+    if not math.isfinite(length_penalty):
+        what = f"length_penalty: {length_penalty} is out of range; it must be finite"
+        raise located(ValueError(what), line)
     nothing = Beam(text="", token_ids=(), logprob=0.0, is_finished=False)
     live, finished = [_Live(s.fork(1)[0], nothing)], list[Beam]()
     for _ in range(max_tokens):

@@ -133,6 +133,17 @@ def test_parameters_have_ranges(width: int, max_tokens: int) -> None:
         search.run(width, max_tokens, backend=FakeModel())
 
 
+@pytest.mark.parametrize("penalty", [float("nan"), float("inf")])
+def test_a_penalty_that_ranks_nothing_is_refused(penalty: float) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += PROMPT
+        pm.beam(s, "story", length_penalty=penalty)
+
+    with pytest.raises(ValueError, match=r"length_penalty: .* is out of range"):
+        program.run(backend=FakeModel())
+
+
 def test_an_async_program_is_told_to_use_a_plain_one() -> None:
     @pm.function
     async def program(s: pm.AsyncState) -> None:
