@@ -44,6 +44,7 @@ class Instances:
         self._document = document
         self._known: dict[tuple[object, ...], list[Json]] = {}
         self._work_left = _MAX_WORK
+        self._judges: dict[int, jsonschema_rs.Validator | None] = {}  # of subschemas under `not`
 
     @property
     def required(self) -> list[str]:
@@ -159,13 +160,24 @@ class Instances:
 
     def _accepts(self, schema: Json, value: Json) -> bool:
         """Whether `value` is valid, as far as that can be told away from the document."""
-        shared = self._document if isinstance(self._document, dict) else {}
-        whole: SchemaObject = {"allOf": [schema]}
-        whole |= {name: shared[name] for name in ("$defs", "definitions") if name in shared}
+        if id(schema) not in self._judges:
+            self._judges[id(schema)] = self._judge(schema)
+        judge = self._judges[id(schema)]
         try:
-            return bool(jsonschema_rs.is_valid(whole, value))
-        except (ValueError, jsonschema_rs.ReferencingError):
+            return judge is not None and bool(judge.is_valid(value))
+        except ValueError:  # a number that it can't read
             return False
+
+    def _judge(self, schema: Json) -> jsonschema_rs.Validator | None:
+        """A validator of `schema`, with the definitions if it refers to something."""
+        whole: SchemaObject = {"allOf": [schema]}
+        if isinstance(self._document, dict) and "ref" in json.dumps(schema).lower():
+            shared = self._document
+            whole |= {name: shared[name] for name in ("$defs", "definitions") if name in shared}
+        try:
+            return jsonschema_rs.validator_for(whole)
+        except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError, ValueError):
+            return None
 
     def _any_of_type(self, name: str, merged: Merged, want: int, depth: int) -> Iterable[Json]:
         match name:
