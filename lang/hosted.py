@@ -61,6 +61,7 @@ class HostedClient:
         self._loop = asyncio.new_event_loop()
         self._streams = asyncio.Semaphore(_MAX_STREAMS)
         self._is_closed = False
+        self._closing = threading.Lock()  # held by who closes it or gives it work
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="palmette-api", daemon=True
         )
@@ -86,15 +87,17 @@ class HostedClient:
 
     def submit(self, requests: Sequence[Request]) -> None:
         calls = [self._call(request) for request in requests]
-        if self._is_closed:
-            raise RequestError(CLOSED, code="unavailable")
-        self._open.update(request.request_id for request in requests)
-        for request, (path, body) in zip(requests, calls, strict=True):
-            self._loop.call_soon_threadsafe(self._start, request, path, body)
+        with self._closing:
+            if self._is_closed:
+                raise RequestError(CLOSED, code="unavailable")
+            self._open.update(request.request_id for request in requests)
+            for request, (path, body) in zip(requests, calls, strict=True):
+                self._loop.call_soon_threadsafe(self._start, request, path, body)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        if not self._is_closed:
-            self._loop.call_soon_threadsafe(self._cancel, list(request_ids))
+        with self._closing:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(self._cancel, list(request_ids))
 
     def poll(self) -> list[Output]:
         if not self._open:
@@ -122,9 +125,10 @@ class HostedClient:
         return False
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
         asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -134,8 +138,10 @@ class HostedClient:
 
     async def _shut_down(self) -> None:
         await asyncio.sleep(0)  # what was submitted begins, so that it has an end
+        jobs = list(self._jobs.values())
         self._cancel(list(self._jobs))
-        await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+        await asyncio.gather(*jobs, return_exceptions=True)
+        await asyncio.sleep(0)  # their ends are told
         await self._http.aclose()
 
     def _cancel(self, request_ids: Sequence[str]) -> None:
@@ -146,7 +152,14 @@ class HostedClient:
     def _start(self, request: Request, path: str, body: dict[str, object]) -> None:
         job = self._loop.create_task(self._run(request, path, body))
         self._jobs[request.request_id] = job
-        job.add_done_callback(lambda _: self._jobs.pop(request.request_id, None))
+        job.add_done_callback(lambda job: self._end(request.request_id, job))
+
+    def _end(self, request_id: str, job: asyncio.Task[None]) -> None:
+        """Also of a call that was cancelled before it began: it has an output, too."""
+        self._jobs.pop(request_id, None)
+        if job.cancelled():
+            finish = Finish(reason=FinishReason.ABORT)
+            self._arrived.put(Output(request_id=request_id, finish=finish))
 
     async def _run(self, request: Request, path: str, body: dict[str, object]) -> None:
         error = ErrorInfo(code="unreachable", message="the API ended the stream too early")
@@ -156,10 +169,6 @@ class HostedClient:
                     self._arrived.put(output)
                     if output.finish is not None:
                         return
-        except asyncio.CancelledError:
-            finish = Finish(reason=FinishReason.ABORT)
-            self._arrived.put(Output(request_id=request.request_id, finish=finish))
-            raise
         except TimeoutError:
             error = deadline_passed(request)
         except httpx.HTTPError as failure:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
+import httpx
 import pytest
 from pydantic import BaseModel
 from running_server import RunningServer
@@ -358,3 +360,18 @@ def test_a_key_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
         pm.OpenAI("m")
     with pytest.raises(ValueError, match="set ANTHROPIC_API_KEY"):
         pm.Anthropic("m")
+
+
+def test_what_is_aborted_or_closed_at_once_still_ends() -> None:
+    async def never(request: httpx.Request) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    client = pm.OpenAI("m", False, api_key="k", transport=httpx.MockTransport(never))
+    prompt = tuple(client.encode("Why?"))
+    for request_id, end in (("a", lambda: client.abort(["a"])), ("b", client.close)):
+        client.submit([pm.Request(request_id=request_id, prompt_ids=prompt)])
+        end()
+        [output] = client.poll()
+        assert (output.request_id, output.finish and output.finish.reason) == (request_id, "abort")
+        assert client.poll() == []
