@@ -107,6 +107,11 @@ class Placeholder(str):
             return plain(other)
         return other if isinstance(other, Expr) else self._refuse()
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_") or name in ("hole", "name"):  # of ours, not set yet
+            raise AttributeError(name)
+        self._refuse()
+
     def _refuse(self) -> NoReturn:
         raise ConcretizationError(self._what, caller_line(), self._remedy)
 

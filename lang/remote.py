@@ -62,7 +62,7 @@ class HttpClient:
         timeout_s: float | None = 600.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")  # as other clients are given it
         self._arrived: queue.SimpleQueue[Output] = queue.SimpleQueue()
         self._open: set[str] = set()
         self._info: EngineInfo | None = None

@@ -291,6 +291,9 @@ class Committer:
 
     def _end_early(self, sequence: SequenceState) -> None:
         """The text is complete, and nothing that could follow has room."""
+        constraint = sequence.constraint
+        if constraint is not None and not constraint.is_valid():
+            raise _not_satisfied(sequence)
         if sequence.release(0) is None:
             _check_all_given(sequence)
         self._hooks.on_finish(sequence, LENGTH)

@@ -48,6 +48,8 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> En
         ValueError: for a model or an option that is not supported; says what is.
         RuntimeError: when the model cannot be fetched or no runner fits this machine.
     """
+    if isinstance(config, str):
+        raise TypeError(f"an engine is loaded with an EngineConfig(model={config!r})")
     path = resolve_model(config.model, progress=progress)
     with _explained(path):
         return _load(config, path)

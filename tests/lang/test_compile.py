@@ -184,6 +184,8 @@ REFUSED: list[tuple[Callable[[Any, Any], object], str]] = [
     (lambda s, q: s.__iadd__(f"{q}".upper()), "a string with an argument"),
     (lambda s, q: s.__iadd__(f" {q} ".strip()), "a string with an argument"),
     (lambda s, q: s.__iadd__("x" + pm.gen("a")) and s["a"] == "b", "a generated value"),
+    (lambda s, q: s.__iadd__("x" + pm.gen("a")) and s["a"].age, "a generated value"),
+    (lambda s, q: q.age, "argument 'q'"),
     (lambda s, q: s.__iadd__("x" + pm.gen("a")) and len(s.text()), "a generated value"),
     (lambda s, q: s.__iadd__(pm.gen("a")) and s.get_meta_info("a")["id"], "meta information"),
     (lambda s, q: s.__iadd__(pm.gen("a")) and s.sync(), "the end of an operation"),

@@ -80,7 +80,7 @@ def test_text_streams(start_server: StartServer) -> None:
     def program(s: pm.ProgramState) -> None:
         s += "x" + pm.gen("a", max_tokens=12, temperature=0)
 
-    endpoint = pm.RuntimeEndpoint(server.url)
+    endpoint = pm.RuntimeEndpoint(f"{server.url}/v1/")  # as OpenAI's client is given it
     pieces = list(program.run(stream=True, backend=endpoint).text_iter("a"))
     assert "".join(pieces) == "bcdefghijklm"
     assert len(pieces) > 3

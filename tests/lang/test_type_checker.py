@@ -12,11 +12,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
-def test_mypy_strict_accepts_a_program_and_infers_its_types(path: Path, tmp_path: Path) -> None:
+def test_mypy_strict_accepts_a_program_and_infers_its_types(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mypy import api
 
     program = tmp_path / path.name  # outside of the package that the repository's root is
     program.write_text(path.read_text())
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "palmette").symlink_to(ROOT, target_is_directory=True)
+    monkeypatch.setenv("MYPYPATH", str(packages))
     config = ROOT / "pyproject.toml"
     told, errors, status = api.run(["--strict", "--config-file", str(config), str(program)])
     assert (status, errors) == (0, ""), told

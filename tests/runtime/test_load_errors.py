@@ -55,3 +55,8 @@ def test_an_error_of_the_system_has_the_path_and_the_way_out(
         load.load_engine(EngineConfig(model=str(model)))
     assert one_line(caught).startswith(f"cannot load {model}: ")
     assert caught.value.__cause__ is error
+
+
+def test_a_name_is_no_configuration() -> None:
+    with pytest.raises(TypeError, match=r"EngineConfig\(model='smollm2'\)"):
+        load.load_engine("smollm2")  # type: ignore[arg-type]
