@@ -26,6 +26,8 @@ from .text import well_formed
 MAX_MATCH = 256  # characters of a match; a longer one is none
 MAX_STATES = 1024  # of all patterns of one request
 MAX_LENGTH = 1024  # characters of a pattern
+MAX_NESTING = 64  # of parentheses
+_OPAQUE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)  # where they are characters
 _MAX_REMEMBERED = 512  # characters whose membership one class remembers
 
 _BEHIND = (codes.AT_BEGINNING, codes.AT_BEGINNING_STRING)
@@ -190,6 +192,11 @@ def _machine(stops: tuple[str, ...], patterns: tuple[str, ...]) -> _Machine:
 def _parsed(pattern: str) -> Any:
     if len(pattern) > MAX_LENGTH:
         raise ValueError(f"{len(pattern)} characters; the limit is {MAX_LENGTH}")
+    depth = 0
+    for char in _OPAQUE.sub("", pattern):
+        depth += (char == "(") - (char == ")")
+        if depth > MAX_NESTING:  # parsers recurse: how deep they get depends on who calls
+            raise ValueError(f"is nested too deep; the limit is {MAX_NESTING}")
     try:
         parsed = parser.parse(well_formed(pattern))
         least = parsed.getwidth()[0]

@@ -103,7 +103,13 @@ class RemoteLibrary:
         return self._receive(self._receive_number())
 
     def _copy(self, address: int, arrays: list[tuple[Any, int]]) -> int:
-        """The address there of the object at `address` here, after copying it."""
+        """The address there of the object at `address` here, after copying it.
+
+        An address inside of an array that this call was given before is the same place in its copy.
+        """
+        for array, there in arrays:
+            if 0 < address - array.ctypes.data < array.nbytes:
+                return there + int(address - array.ctypes.data)
         thing = self._objects[address]
         if isinstance(thing, np.ndarray):
             there = self._write(address, thing.tobytes())

@@ -139,12 +139,24 @@ def test_no_pattern_makes_a_text_slow() -> None:
         ("a" * 1025, "1025 characters; the limit is 1024"),
         ("(" * 900 + "a" + ")" * 900, "the limit is 1024"),
         ("(" * 500 + "a" + ")" * 500, "nested too deep"),
+        ("(" * 65 + "a" + ")" * 65, "nested too deep; the limit is 64"),
     ],
 )
 def test_what_is_not_supported_is_refused_with_a_reason(pattern: str, message: str) -> None:
     with pytest.raises(RequestError, match=f"stop_regex: .*{re.escape(message)}") as caught:
         SamplingParams(stop_regex=(pattern,))
     assert caught.value.field == "stop_regex"
+
+
+def test_parentheses_that_are_characters_do_not_nest() -> None:
+    for pattern in (
+        "(" * 64 + "a" + ")" * 64,
+        r"\(" * 100,
+        "[(]" * 100,
+        r"[\](]" * 100,
+        "[](]" * 100,
+    ):
+        SamplingParams(stop_regex=(pattern,))
 
 
 INFO = EngineInfo(
