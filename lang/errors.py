@@ -77,6 +77,6 @@ def _after(excerpt: str) -> str:
 
 def _place(line: Line) -> str:
     """The lines of a message that say where."""
-    source = linecache.getline(line.file, line.number).strip()
-    place = f"\n  {line.file}:{line.number} in {line.function}"
+    source = "" if line.node is not None else linecache.getline(line.file, line.number).strip()
+    place = f"\n  {line.place}"
     return f"{place}\n    {source}" if source else place

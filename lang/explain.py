@@ -5,7 +5,6 @@ Predictions before a run are not made yet; everything shown here was measured.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -134,7 +133,6 @@ def format_tree(root: TreeNode, decode: Callable[[Sequence[int]], str], *, width
 
 def _cells(row: CallRow) -> tuple[str, ...]:
     name = row.kind if row.name is None else f"{row.kind} {row.name}"
-    place = f"{os.path.basename(row.line.file)}:{row.line.number}"
     time = "" if row.seconds is None else f"{row.seconds * 1000:.1f}"
     counts = (
         row.num_requests,
@@ -143,7 +141,7 @@ def _cells(row: CallRow) -> tuple[str, ...]:
         row.computed_tokens,
         row.generated_tokens,
     )
-    return (name, row.branch, place, *map(str, counts), time)
+    return (name, row.branch, str(row.line), *map(str, counts), time)
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -9,7 +9,6 @@ steps and pages is what the engine's own code says. Assumed are the texts: a gen
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -150,8 +149,8 @@ class Forecast:
         """Everything, as JSON."""
         whole: dict[str, Any] = asdict(self)
         for call in whole["calls"]:
-            file, number, function = call["line"]
-            call["line"] = {"file": file, "line": number, "function": function}
+            file, number, function, node = call["line"]
+            call["line"] = {"file": file, "line": number, "function": function, "node": node}
         totals = ("prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens")
         whole |= {name: getattr(self, name) for name in totals}
         return json.dumps(whole, indent=1)
@@ -377,13 +376,12 @@ def _header(measured: bool) -> tuple[str, ...]:
 
 
 def _cells(call: CallForecast, measured: bool) -> tuple[str, ...]:
-    place = f"{os.path.basename(call.line.file)}:{call.line.number}"
     branch = call.branch if call.run == 0 else f"run {call.run} {call.branch}".strip()
     one = call.predicted
     cells = (
         f"{call.title}{' *' if call.is_critical else ''}",
         branch,
-        place,
+        str(call.line),
         str(call.num_requests),
         *map(str, (*_prompt(one), one.generated_tokens, one.forced_tokens)),
     )

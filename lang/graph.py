@@ -84,7 +84,7 @@ def _box(place: _Place, call: CallForecast) -> str:
     return (
         f'<g><rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="6" fill="#fff" '
         f'stroke="{stroke}"/><text x="{x + 8}" y="{y + 16}">{lines}</text>'
-        f"<title>{escape(call.line.file)}:{call.line.number}</title></g>"
+        f"<title>{escape(str(call.line))}</title></g>"
     )
 
 

@@ -13,6 +13,7 @@ every program, and a tuple costs a third.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NewType, TypeAlias
@@ -30,11 +31,29 @@ ROOT = StateId(0)  # the empty prefix every program starts from
 
 
 class Line(NamedTuple):
-    """Where the user wrote an operation."""
+    """Where the user wrote an operation.
+
+    Of a program that came as JSON, `node` is the operation's place in the document; the file, if
+    the document names one, is somebody else's and is never opened.
+    """
 
     file: str
     number: int
     function: str
+    node: int | None = None
+
+    def __str__(self) -> str:
+        """In as many words as a table has room for."""
+        if not self.file:
+            return f"nodes[{self.node}]"
+        return f"{os.path.basename(self.file)}:{self.number}"
+
+    @property
+    def place(self) -> str:
+        """In as many words as an error has room for."""
+        named = f"{self.file:.200}:{self.number} in {self.function:.200}" if self.file else ""
+        index = "" if self.node is None else f"nodes[{self.node}]"
+        return ", ".join(part for part in (index, named) if part)
 
 
 class Text(NamedTuple):

@@ -51,6 +51,7 @@ from .ir import (
 from .placeholders import FORMAT
 from .program import Given, Item, Parameter, Program
 from .program_wire import (
+    NO_LINE,
     VERSION,
     AnyNode,
     ArgumentNode,
@@ -138,7 +139,8 @@ def decode(data: bytes | str) -> Program:
 
 
 def _node(node: Node) -> AnyNode:
-    line = (os.path.basename(node.line.file), node.line.number, node.line.function)
+    file, number, function, _ = node.line
+    line = (os.path.basename(file), number, function) if file else NO_LINE
     if isinstance(node, Call):
         name = getattr(node.function, "__qualname__", repr(node.function))
         error = ValueError(
@@ -303,7 +305,7 @@ class _Reader:
         nodes: list[Node] = []
         for index, node in enumerate(wire.nodes):
             self._place = f"nodes[{index}]"
-            nodes.append(self._node(node))
+            nodes.append(self._node(node, index))
         self._place = "tip"
         tip = self._state(wire.tip)
         self._place = "turns"
@@ -332,8 +334,8 @@ class _Reader:
             branches={self._value(value): text for value, text in wire.branches.items()},
         )
 
-    def _node(self, node: AnyNode) -> Node:
-        line = Line(*node.line)
+    def _node(self, node: AnyNode, index: int) -> Node:
+        line = Line(*node.line, node=index)
         source = self._state(node.source)
         made: Node
         if isinstance(node, GenNode | SelectNode):

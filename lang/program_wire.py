@@ -10,6 +10,7 @@ from .expressions import GenArguments
 
 VERSION = 1
 Where = tuple[str, int, str]  # file without folders, line, function
+NO_LINE: Where = ("", 0, "")
 
 
 class ArgumentRef(msgspec.Struct, tag_field="kind", tag="argument", forbid_unknown_fields=True):
@@ -59,7 +60,7 @@ Readable = (
 class WireNode(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, kw_only=True):
     source: int
     target: int
-    line: Where = ("", 0, "")
+    line: Where = NO_LINE
 
 
 class TextNode(WireNode, tag="text", kw_only=True):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from palmette.runtime.reasoning import TokenCounter
 from palmette.runtime.request import (
     ErrorInfo,
     Finish,
+    FinishReason,
     Output,
     Request,
     TokenLogprob,
@@ -31,6 +33,7 @@ from .errors import ApiError, from_engine
 from .remote_engine import AsyncEngine, CallEnded, OutputStream
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_ABORTED = Finish(reason=FinishReason.ABORT)
 _DEADLINE_GRACE_S = 5.0  # the engine enforces the deadline; this is for one that does not answer
 
 
@@ -193,7 +196,6 @@ class ProgramCall(Call):
         self,
         call_id: str,
         engine: AsyncEngine,
-        request_ids: list[str],
         *,
         timeout_s: float,
         on_close: Callable[[Call], None],
@@ -201,26 +203,37 @@ class ProgramCall(Call):
         stream = OutputStream([], engine.abort)
         super().__init__(call_id, [], stream, names={}, timeout_s=timeout_s, on_close=on_close)
         self._engine = engine
-        self._request_ids = request_ids  # the table's: by these the owner may stop the call
+        self.is_aborted = False
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Send more.
+        """Send more. Of a run that was aborted they end at once.
 
         Raises:
             EngineUnavailable: the engine cannot take requests.
         """
         self.check_client()
-        if requests:
-            self._request_ids += [request.request_id for request in requests]
+        if requests and not self.is_aborted:
             self._engine.submit(requests, self._stream)
+        elif requests:
+            self._stream.expect([request.request_id for request in requests])
+            for request in requests:
+                self._stream.push(Output(request_id=request.request_id, finish=_ABORTED))
+
+    def abort(self) -> None:
+        """Stop what runs, and what would follow it; the client is told what there is."""
+        self.is_aborted = True
+        self._engine.abort(sorted(self._stream.open_ids))
+        self._stream.wake()
 
     async def outputs(self, timeout_s: float) -> list[Output]:
         """What is new, at most one Output per request; [] after the timeout.
 
+        With nothing open, more is to be submitted after the timeout.
+
         Raises:
             CallEnded: when the client is gone.
         """
-        outputs = merged(await self._stream.next(self._wait_s(timeout_s)))
+        outputs = merged(await self._stream.next(self._wait_s(timeout_s), expects_more=True))
         if outputs and self.first_output is None:
             self.first_output = time.monotonic()
         return outputs
@@ -239,7 +252,8 @@ class CallTable:
         self._engine = engine
         self._timeout_s = timeout_s
         self._calls: set[Call] = set()
-        self._by_rid: dict[tuple[str, str], list[str]] = {}  # (owner, rid) -> request ids
+        # (owner, rid) -> how to stop it
+        self._by_rid: dict[tuple[str, str], Callable[[], None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self.on_close: Callable[[Call], None] = lambda call: None
@@ -275,13 +289,9 @@ class CallTable:
             ApiError: 409 when an id belongs to a request that still runs.
             EngineUnavailable: when the engine cannot take requests.
         """
-        for rid in rids:
-            if (owner, rid) in self._by_rid:
-                raise ApiError(
-                    409, "rid: a request with this id still runs", param="rid", code="duplicate_id"
-                )
-        entries = {(owner, rid): request_ids for rid, request_ids in rids.items()}
-        entries[owner, call_id] = [request.request_id for request in requests]
+        self._check_new(owner, rids)
+        ids = {**rids, call_id: [request.request_id for request in requests]}
+        entries = {(owner, rid): partial(self._engine.abort, ids[rid]) for rid in ids}
         call = Call(
             call_id,
             requests,
@@ -293,34 +303,49 @@ class CallTable:
         self._enter(call, entries, receive)
         return call
 
-    def open_program(self, call_id: str, *, owner: str, receive: Receive) -> ProgramCall:
-        """A call without requests yet."""
-        entries: dict[tuple[str, str], list[str]] = {(owner, call_id): []}
+    def open_program(
+        self, call_id: str, *, owner: str, rid: str | None, receive: Receive
+    ) -> ProgramCall:
+        """A call without requests yet; `rid`: another id by which the client may stop it.
+
+        Raises:
+            ApiError: 409 as `open`.
+        """
+        self._check_new(owner, [rid] if rid else [])
+        entries: dict[tuple[str, str], Callable[[], None]] = {}
         call = ProgramCall(
             call_id,
             self._engine,
-            entries[owner, call_id],
             timeout_s=self._timeout_s,
             on_close=self._forgetter(entries),
         )
+        entries |= {(owner, one): call.abort for one in (call_id, rid) if one}
         self._enter(call, entries, receive)
         return call
 
+    def _check_new(self, owner: str, rids: Iterable[str]) -> None:
+        if any((owner, rid) in self._by_rid for rid in rids):
+            raise ApiError(
+                409, "rid: a request with this id still runs", param="rid", code="duplicate_id"
+            )
+
     def _enter(
-        self, call: Call, entries: Mapping[tuple[str, str], list[str]], receive: Receive
+        self, call: Call, entries: Mapping[tuple[str, str], Callable[[], None]], receive: Receive
     ) -> None:
         self._calls.add(call)
         self._idle.clear()
         self._by_rid.update(entries)
         call.watch(receive)
 
-    def _forgetter(self, entries: Mapping[tuple[str, str], list[str]]) -> Callable[[Call], None]:
+    def _forgetter(
+        self, entries: Mapping[tuple[str, str], Callable[[], None]]
+    ) -> Callable[[Call], None]:
         def forget(call: Call) -> None:
             self._calls.discard(call)
             if not self._calls:
                 self._idle.set()
-            for key, request_ids in entries.items():
-                if self._by_rid.get(key) is request_ids:  # not yet given to a later call
+            for key, stop in entries.items():
+                if self._by_rid.get(key) is stop:  # not yet given to a later call
                     del self._by_rid[key]
             self.on_close(call)
 
@@ -328,10 +353,10 @@ class CallTable:
 
     def abort(self, owner: str, rid: str) -> bool:
         """Stop by id, which is free at once; the client gets what there is, with reason abort."""
-        request_ids = self._by_rid.pop((owner, rid), None)
-        if request_ids is None:
+        stop = self._by_rid.pop((owner, rid), None)
+        if stop is None:
             return False
-        self._engine.abort(request_ids)
+        stop()
         return True
 
     def abort_all(self, owner: str) -> None:

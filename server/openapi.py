@@ -40,6 +40,7 @@ _EMPTY_POSTS = (
     "/reset_prefix_cache",
     "/concate_and_append_request",
 )
+_DELETES = ("/v1/programs/{id}", "/v1/programs/runs/{id}")
 _GETS = (
     "/v1/programs/{id}",
     "/health",
@@ -65,6 +66,8 @@ def document() -> dict[str, Any]:
     paths: dict[str, Any] = {path: {"post": _operation(_BODIES[path])} for path in _BODIES}
     paths |= {path: {"post": _operation(None)} for path in _EMPTY_POSTS}
     paths |= {path: {"get": _operation(None)} for path in _GETS}
+    for path in _DELETES:
+        paths.setdefault(path, {})["delete"] = _operation(None)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Palmette", "version": __version__},

@@ -123,6 +123,7 @@ class ServedRun:
             CallEnded: the client is gone.
         """
         run, heartbeat_s = self._run, self._context.config.sse_heartbeat_s
+        self._call = call
         call.submit(await self._admitted(self._due(await self._in_thread(run.start))))
         for done in self._finished():
             yield done
@@ -147,6 +148,8 @@ class ServedRun:
         self._later += [
             (now + one.after_s, one.request) for one in issues if isinstance(one, Later)
         ]
+        if self._call.is_aborted:
+            now = math.inf  # they end at once
         due = [request for when, request in self._later if when <= now]
         self._later = [(when, request) for when, request in self._later if when > now]
         return [one for one in issues if not isinstance(one, Later)] + due
@@ -221,7 +224,7 @@ class ServedRun:
                 "meta_info": outcome.meta,
             }
         assert isinstance(outcome, ProgramError)
-        return told | {"error": {"code": outcome.code, "message": outcome.reason}}
+        return told | {"error": {**_told(outcome), "message": outcome.reason}}
 
     def _grown(self) -> list[Event]:
         """New text of calls that go on."""
@@ -246,7 +249,7 @@ class ServedRun:
             try:
                 variables[name] = outcome.read(binding)
             except ProgramError as error:
-                errors[name] = {"code": error.code, "message": str(error)}
+                errors[name] = _told(error)
         answer: Event = {"variables": variables, "errors": errors, "text": None, "messages": None}
         try:
             texts = _Texts(run, self._max_chars)
@@ -256,7 +259,7 @@ class ServedRun:
             ]
             answer["ret_value"] = outcome.read(self._result)
         except ProgramError as error:
-            answer["errors"] = errors | {"": {"code": error.code, "message": str(error)}}
+            answer["errors"] = errors | {"": _told(error)}
         usages = [usage for record in run.records for usage in record.usages]
         names = ("prompt_tokens", "cached_tokens", "computed_tokens", "completion_tokens")
         totals = {name: sum(getattr(usage, name) for usage in usages) for name in names}
@@ -336,19 +339,26 @@ def _check(nodes: Sequence[Node], context: ServerContext) -> None:
         raise ValueError(f"nodes: {num_requests} requests in one run; the limit is {most}")
 
 
-async def whole(run: ServedRun, call: ProgramCall) -> Event:
+def _told(error: ProgramError) -> dict[str, object]:
+    return {"code": error.code, "message": str(error), "node": error.line.node}
+
+
+async def whole(run: ServedRun, call: ProgramCall, run_id: str) -> Event:
     """The answer that is not streamed."""
     calls = [done async for done in run.events(call, with_text=False) if done is not None]
     for done in calls:
         del done["event"]
-    return {"id": call.call_id, "calls": calls, **run.answer()}
+    return {"id": run_id, "calls": calls, **run.answer()}
 
 
-async def streamed(run: ServedRun, call: ProgramCall, *, with_text: bool) -> AsyncIterator[bytes]:
-    """Events: `text` and `call` as they come, then one `end`."""
+async def streamed(
+    run: ServedRun, call: ProgramCall, run_id: str, *, with_text: bool
+) -> AsyncIterator[bytes]:
+    """Events: `start`, then `text` and `call` as they come, then one `end`."""
+    yield event({"event": "start", "id": run_id})
     try:
         async for told in run.events(call, with_text=with_text):
             yield HEARTBEAT if told is None else event(told)
     except EngineUnavailable as error:  # behind the first event there is no status to set
         raise unavailable(error) from None
-    yield event({"event": "end", "id": call.call_id, **run.answer()})
+    yield event({"event": "end", "id": run_id, **run.answer()})

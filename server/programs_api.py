@@ -18,7 +18,7 @@ from palmette.lang.program import Program
 from .calls import CallEnded
 from .context import ServerContext, context_of, read_body, read_struct
 from .errors import ApiError, invalid
-from .limits import new_call_id, token_ids
+from .limits import check_rid, new_call_id, token_ids
 from .program_run import ServedRun, streamed, whole
 from .respond import JsonBody
 from .schemas import ProgramRunBody, ProgramSampling
@@ -29,6 +29,7 @@ router = APIRouter()
 _CLIENT_GONE = 499  # nginx's; nobody is there to read it
 _INLINE_BYTES = 16 * 1024  # of a program that is read without a thread
 _MAX_NODES = 65536
+_RUN_ID = "x-run-id"  # header of an answer
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -88,13 +89,18 @@ async def run(request: Request, program_id: str) -> Response:
         namespace=context.namespace(owner, extra_key=body.extra_key, cache_salt=body.cache_salt),
         max_chars=_max_chars(context),
     )
+    call_id = new_call_id("prog")
+    if body.rid is not None:
+        check_rid(body.rid, context.config.max_rid_length)
+    run_id = body.rid or call_id
     call = context.calls.open_program(
-        new_call_id("prog"), owner=owner.name, receive=request.receive
+        call_id, owner=owner.name, rid=body.rid, receive=request.receive
     )
+    headers = {_RUN_ID: run_id}
     try:
-        await served.begin(call.call_id, body.arguments, _defaults(body.sampling))
+        await served.begin(call_id, body.arguments, _defaults(body.sampling))
         if not body.stream:
-            return JsonBody(await whole(served, call))
+            return JsonBody(await whole(served, call, run_id), headers=headers)
     except CallEnded:
         return Response(status_code=_CLIENT_GONE)
     except BaseException:
@@ -103,8 +109,17 @@ async def run(request: Request, program_id: str) -> Response:
     finally:
         if not body.stream:
             call.close()
-    events = streamed(served, call, with_text=body.stream_text)
-    return EventStream(call, events, pause_s=2 * context.config.sse_heartbeat_s + 1)
+    events = streamed(served, call, run_id, with_text=body.stream_text)
+    pause_s = 2 * context.config.sse_heartbeat_s + 1
+    return EventStream(call, events, pause_s=pause_s, headers=headers)
+
+
+@router.delete("/v1/programs/runs/{run_id}")
+async def abort(request: Request, run_id: str) -> Response:
+    """Stop a run: its requests end, and whoever waits for it is told what there is."""
+    if not context_of(request).calls.abort(request.state.owner.name, run_id):
+        raise ApiError(404, "no such program runs", code="run_not_found")
+    return JsonBody({"id": run_id, "object": "program.run", "aborted": True})
 
 
 def _max_chars(context: ServerContext) -> int:

@@ -99,7 +99,7 @@ class OutputStream:
         if output.finish is not None:
             self._open.discard(output.request_id)
         self._arrived.append(output)
-        self._wake()
+        self.wake()
 
     def fail(self, error: ErrorInfo) -> None:
         """End what has not finished with `error`, and stop it in the engine."""
@@ -117,25 +117,29 @@ class OutputStream:
     def end(self) -> None:
         """The client is gone: whoever waits in `next` gets CallEnded."""
         self._ended = True
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Whoever waits in `next` looks again, though nothing has arrived."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def next(self, timeout_s: float | None = None) -> list[Output]:
+    async def next(
+        self, timeout_s: float | None = None, *, expects_more: bool = False
+    ) -> list[Output]:
         """What has arrived since the last call; waits for at least one, or for the timeout.
 
-        Returns an empty list after `timeout_s`, and when all requests have finished.
+        Returns an empty list after `timeout_s`, after `wake`, and when all requests have finished;
+        with `expects_more` it waits then too.
 
         Raises:
             CallEnded: after `end`.
         """
-        if not self._arrived and self._open and not self._ended:
+        if not self._arrived and (self._open or expects_more) and not self._ended:
             # Once per token and stream: a bare future and timer, as they cost the least.
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+            timer = None if timeout_s is None else loop.call_later(timeout_s, self.wake)
             try:
                 await self._waiter
             finally:

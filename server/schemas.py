@@ -285,6 +285,7 @@ class ProgramRunBody(msgspec.Struct, kw_only=True, frozen=True):
     sampling: ProgramSampling = ProgramSampling()
     stream: bool = False
     stream_text: bool = True  # of a stream: texts as they grow, and not only whole ones
+    rid: str | None = None  # by which its client may abort it; default: one made here
     extra_key: str = ""
     cache_salt: str = ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
@@ -41,14 +41,23 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, call: Call, events: AsyncIterator[bytes], *, pause_s: float):
+    def __init__(
+        self,
+        call: Call,
+        events: AsyncIterator[bytes],
+        *,
+        pause_s: float,
+        headers: Mapping[str, str] | None = None,
+    ):
         """`pause_s`: the longest time between two events, heartbeats included."""
         self._call = call
         self._events = events
         self._patience_s = _SEND_TIMEOUT_S + pause_s
         self.status_code = 200
         self.background = None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.init_headers(
+            {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -110,3 +111,44 @@ def test_a_stop_pattern_of_the_run(server: RunningServer) -> None:
         assert there["a"] == here["a"]
         assert len(here["a"]) < 20
     client.close()
+
+
+def failing(**line: Any) -> dict[str, Any]:
+    """A gen whose prompt is too long for the context."""
+    text = {"op": "text", "source": 0, "target": 1, "text": "x" * 3000, **line}
+    return document([text, gen() | line])
+
+
+def test_an_error_names_the_node(server: RunningServer) -> None:
+    answer = run(server, failing()).json()
+    error = answer["errors"]["a"]
+    assert error["node"] == 1
+    assert error["message"].startswith("gen 'a' failed: ")
+    assert error["message"].splitlines()[1] == "  nodes[1]"
+    assert answer["calls"][0]["error"]["node"] == 1
+    program = pm.Program.from_json(json.dumps(failing()))
+    with pytest.raises(pm.ProgramError, match=r"nodes\[1\]\n") as caught:
+        program.run(backend=LocalClient(fake_engine(context_length=2048)))["a"]
+    assert caught.value.line.node == 1
+    wrong = document([{"op": "text", "source": 0, "target": 1, "text": ""}, gen(temperature=P)])
+    message = run(server, wrong, arguments={"p": -1.0}).json()["error"]["message"]
+    assert message.startswith("gen 'a' failed: temperature: -1") and "nodes[1]" in message
+    forecast = program.explain(backend=LocalClient(fake_engine(context_length=4096)))
+    assert str(forecast).splitlines()[1].split()[:3] == ["gen", "a", "*"]
+    assert "nodes[1]" in str(forecast) and "nodes[1]" in forecast.to_svg()
+    good = pm.Program.from_json(json.dumps(document()))
+    state = good.run(backend=LocalClient(fake_engine()))
+    assert "nodes[1]" in str(pm.explain(state))
+    assert ":0 in " not in json.dumps(answer) + message + str(caught.value)
+
+
+def test_the_line_of_a_document_is_told_and_its_file_never_opened(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the secret\n")
+    answer = run(server, failing(line=[str(secret), 1, "f"])).json()
+    assert answer["errors"]["a"]["message"].splitlines()[1] == f"  nodes[1], {secret}:1 in f"
+    assert "the secret" not in json.dumps(answer)
+    huge = run(server, failing(line=["f" * 100_000, 1, "f"])).json()
+    assert len(huge["errors"]["a"]["message"]) < 1000

@@ -7,7 +7,10 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -140,7 +143,7 @@ def test_texts_stream_by_variable(server: RunningServer, client: pm.RuntimeEndpo
     assert "".join(state.text_iter("answer")) == "fgh"
     body["stream_text"] = False
     told = events(server.stream(f"/v1/programs/{program_id}/run", body))
-    assert [one["event"] for one in told] == ["call", "end"]
+    assert [one["event"] for one in told] == ["start", "call", "end"]
 
 
 def test_a_batch_runs_there(client: pm.RuntimeEndpoint, local: EngineClient) -> None:
@@ -331,8 +334,94 @@ def test_a_client_that_goes_away_ends_the_run(start_server: StartServer) -> None
     with server.client.stream("POST", path, json=body | {"stream": True}) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
-        assert server.stats()["running"] == 3
+        server.wait_for(lambda: server.stats()["running"] == 3)
     server.wait_idle()
+
+
+@pm.function
+def long_running(s: pm.ProgramState, question: str) -> None:
+    s += question
+    s["quick"] = pm.gen(max_tokens=2)
+    for fork in s.fork(3):
+        fork += pm.gen("a", max_tokens=1500) + pm.gen("b", max_tokens=100)
+    s += "Behind" + pm.gen("c", max_tokens=1500)
+
+
+def test_a_run_tells_its_id_and_is_stopped_by_it(start_server: StartServer) -> None:
+    server = start_server(engine={"model": "script=letters&delay=0.01"}, api_keys=["one", "two"])
+    path = f"/v1/programs/{register(server, long_running)}/run"
+    body = {"arguments": {"question": "hello"}, "stream": True}
+    with server.client.stream("POST", path, json=body) as response:
+        run_id = response.headers["x-run-id"]
+        data = (line for line in response.iter_lines() if line.startswith("data: {"))
+        lines = (json.loads(line.removeprefix("data: ")) for line in data)
+        assert next(lines) == {"event": "start", "id": run_id}
+        assert next(lines)["event"] == "text"
+        other = {"authorization": "Bearer two"}
+        refused = server.client.delete(f"/v1/programs/runs/{run_id}", headers=other)
+        assert refused.status_code == 404
+        assert refused.json()["error"]["code"] == "run_not_found"
+        server.wait_for(lambda: server.stats()["running"] == 4)
+        stopped = server.client.delete(f"/v1/programs/runs/{run_id}")
+        assert stopped.json() == {"id": run_id, "object": "program.run", "aborted": True}
+        told = list(lines)
+    server.wait_idle()
+    calls = {one["name"]: one for one in told if one["event"] == "call"}
+    assert calls["a"]["error"]["code"] == calls["c"]["error"]["code"] == "abort"
+    assert told[-1]["event"] == "end" and told[-1]["id"] == run_id
+    assert told[-1]["errors"][""]["code"] == "abort"
+    assert server.client.delete(f"/v1/programs/runs/{run_id}").status_code == 404
+
+
+def test_who_waits_for_the_whole_answer_chooses_the_id(start_server: StartServer) -> None:
+    server = start_server(engine={"model": "script=letters&delay=0.01"})
+    path = f"/v1/programs/{register(server, long_running)}/run"
+    body = {"arguments": {"question": "hello"}, "rid": "mine"}
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(server.post, path, body)
+        server.wait_for(lambda: server.stats()["running"] == 4)
+        assert server.post(path, body).json()["error"]["code"] == "duplicate_id"
+        assert server.post("/abort_request", {"rid": "mine"}).json() == {"aborted": True}
+        response = waiting.result()
+    assert response.status_code == 200
+    assert response.headers["x-run-id"] == response.json()["id"] == "mine"
+    assert len(response.json()["variables"]["quick"]) == 2
+    assert response.json()["errors"][""]["code"] == "abort"
+    server.wait_idle()
+    short = body | {"sampling": {"max_new_tokens": 1}, "rid": "x" * 200}
+    assert "rid: must be" in server.post(path, short).json()["error"]["message"]
+
+
+def test_a_run_that_waits_to_ask_again_neither_keeps_the_server_busy_nor_the_abort_waiting(
+    start_server: StartServer,
+) -> None:
+    server = start_server(
+        engine={"model": "script=letters&delay=0.05", "limits": {"max_waiting": 1}}
+    )
+
+    @pm.function
+    def persistent(s: pm.ProgramState, question: str) -> None:
+        for fork in s.fork(8):
+            fork += question + pm.gen("a", max_tokens=3, retry=1000)
+
+    server.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 1}})
+    path = f"/v1/programs/{register(server, persistent)}/run"
+    body = {"arguments": {"question": "hello"}, "rid": "mine"}
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(server.post, path, body)
+        busy_before, start = processor_s(server.process.pid), time.monotonic()
+        server.wait_for(lambda: time.monotonic() - start > 1.0)
+        assert processor_s(server.process.pid) - busy_before < 0.7
+        assert server.client.delete("/v1/programs/runs/mine").status_code == 200
+        stopped = time.monotonic()
+        errors = [one["error"]["code"] for one in waiting.result().json()["calls"]]
+        assert time.monotonic() - stopped < 2.0
+    assert errors == ["abort"] * 8
+
+
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_an_interrupted_program_ends_on_the_server(start_server: StartServer) -> None:
