@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow check format bench bench-constrained bench-peers sizes clean
+.PHONY: demo test test-slow check kernels format bench bench-constrained bench-peers sizes clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/palmette pull
@@ -24,6 +24,11 @@ check: $(VENV)/dev.stamp
 	mkdir -p .link && ln -sfn .. .link/palmette
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_tiny.py
+
+# Registers, spills, shared memory and instructions of the GPU kernels; needs no GPU.
+kernels: $(VENV)/dev.stamp
+	mkdir -p .link && ln -sfn .. .link/palmette
+	env -u TRITON_INTERPRET $(BIN)/python -m palmette.kernels.cuda.aot --jobs 2
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .

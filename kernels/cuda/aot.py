@@ -1,31 +1,28 @@
 """Compile every kernel for GPUs that are not here, and read what the code needs.
 
-`python -m palmette.kernels.cuda.aot [--all] [--json]` prints registers, spills, shared memory and
-tensor-core instructions per configuration. ptxas and cuobjdump come with triton; no driver is
-needed. Must run without TRITON_INTERPRET.
+`python -m palmette.kernels.cuda.aot [--all] [--json] [--only PART] [--jobs N]` prints a table of
+registers, spills, shared memory, tensor-core instructions and 128-bit loads. ptxas and cuobjdump
+come with triton; no driver is needed. Must run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
+import multiprocessing
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from .add_rms_norm import add_rms_norm_kernel
 from .bitmask import bitmask_kernel
 from .common import padded
+from .compiled import Report, Variant, compile_variant
 from .gemm import linear_kernel, tiles_of
 from .paged_decode import paged_decode_kernel, reduce_kernel
 from .paged_extend import paged_extend_kernel
@@ -35,96 +32,7 @@ from .silu_mul import silu_mul_kernel
 from .triton_attention import Tiles, narrow_tiles, wide_tiles
 from .work import SPLIT
 
-SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # CUDA programming guide, bytes
 _POINTER_KINDS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One kernel in one configuration."""
-
-    name: str
-    kernel: Any
-    types: Mapping[str, str]  # run-time arguments
-    constants: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    scalars: tuple[str, ...] = ()  # integers that need not be multiples of 16
-    needs_tensor_core: bool = False
-    in_short_list: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What the compiler made of a variant."""
-
-    name: str
-    capability: int
-    registers: int
-    spills: int  # local loads and stores
-    shared_bytes: int
-    tensor_core: int  # HMMA and HGMMA instructions
-    wide_loads: int  # 128-bit global loads, asynchronous copies included
-    problems: tuple[str, ...]
-
-
-def compile_variant(variant: Variant, capability: int) -> Report:
-    kernel = variant.kernel
-    names = kernel.arg_names
-    signature = {name: variant.types.get(name, "constexpr") for name in names}
-    aligned = [
-        name
-        for name, kind in variant.types.items()
-        if kind.startswith("*") or (kind == "i32" and name not in variant.scalars)
-    ]
-    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs=dict(variant.constants), attrs=attrs
-    )
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options=dict(variant.options)
-    )
-    return _report(variant, capability, compiled)
-
-
-def _report(variant: Variant, capability: int, compiled: Any) -> Report:
-    sass, usage = _disassemble(compiled.asm["cubin"])
-    registers = max(int(n) for n in re.findall(r"REG:(\d+)", usage))
-    spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))
-    shared = int(compiled.metadata.shared)
-    tensor_core = len(re.findall(r"\b(?:HMMA|HGMMA)\.", sass))
-    problems = []
-    if spills and capability == 90:  # the tiles are chosen for it; elsewhere they are shown
-        problems.append(f"{spills} spills")
-    if shared > SHARED_LIMIT[capability]:
-        problems.append(f"{shared} bytes of shared memory")
-    if registers * 32 * int(compiled.metadata.num_warps) > 65536:
-        problems.append(f"{registers} registers do not fit")
-    if variant.needs_tensor_core and not tensor_core:
-        problems.append("no tensor-core instruction")
-    return Report(
-        name=variant.name,
-        capability=capability,
-        registers=registers,
-        spills=spills,
-        shared_bytes=shared,
-        tensor_core=tensor_core,
-        wide_loads=len(re.findall(r"\b(?:LDG|LDGSTS)\S*\.128", sass)),
-        problems=tuple(problems),
-    )
-
-
-def _disassemble(cubin: bytes) -> tuple[str, str]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        sass, usage = (
-            subprocess.run(  # noqa: S603 - triton's own tool on our own file
-                [str(tool), option, file.name], check=True, capture_output=True, text=True
-            ).stdout
-            for option in ("-sass", "-res-usage")
-        )
-    return sass, usage
 
 
 def variants() -> Iterator[Variant]:
@@ -139,12 +47,17 @@ def variants() -> Iterator[Variant]:
 
 def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
     size = 4 if kind == "fp32" else 2
-    wide, narrow = wide_tiles(head_dim, size), narrow_tiles(head_dim, group, size)
-    is_main = kind == "bf16" and head_dim in (64, 128) and group == 4
-    for mode, tiles, fused in (("narrow", narrow, True), ("wide", wide, False)):
-        yield _decode(kind, head_dim, group, mode, tiles, fused=fused, is_main=is_main)
-    for mode, split in (("plain", 0), ("deterministic", SPLIT)):
-        yield _extend(kind, head_dim, group, mode, wide, split=split, is_main=is_main)
+    narrow = narrow_tiles(head_dim, group, size)
+    is_main = kind == "bf16" and (head_dim, group) in ((64, 4), (128, 4), (128, 8))
+    for capabilities in ((90,), (80, 89)):
+        wide = wide_tiles(head_dim, size, capability=capabilities[0])
+        for variant in (
+            _decode(kind, head_dim, group, "narrow", narrow, fused=True, is_main=is_main),
+            _decode(kind, head_dim, group, "wide", wide, fused=False, is_main=is_main),
+            _extend(kind, head_dim, group, "plain", wide, split=0, is_main=is_main),
+            _extend(kind, head_dim, group, "deterministic", wide, split=SPLIT, is_main=is_main),
+        ):
+            yield replace(variant, capabilities=capabilities)
     if group == 4:
         yield Variant(
             name=f"reduce {kind} D{head_dim}",
@@ -192,6 +105,7 @@ def _decode(
         constants={**_shape(head_dim, group, tiles), "SPLIT": SPLIT},
         options=_options(tiles, fused=fused),
         needs_tensor_core=kind != "fp32",
+        needs_wide_loads=kind != "fp32",
         in_short_list=is_main,
     )
 
@@ -212,6 +126,7 @@ def _extend(
         constants={**_shape(head_dim, group, tiles), "SPLIT": split},
         options=_options(tiles, fused=split == 0),
         needs_tensor_core=kind != "fp32",
+        needs_wide_loads=kind != "fp32",
         in_short_list=is_main,
     )
 
@@ -232,6 +147,7 @@ def _elementwise(kind: str) -> Iterator[Variant]:
         kernel=silu_mul_kernel,
         types={"gate_up": pointer, "out": pointer, "num_columns": "i32", "row_stride": "i32"},
         constants={"BLOCK": 1024},
+        needs_wide_loads=True,
         in_short_list=is_main,
     )
     yield Variant(
@@ -245,6 +161,7 @@ def _elementwise(kind: str) -> Iterator[Variant]:
         },
         constants={"HAS_RESIDUAL": True, "BLOCK": 4096},
         options={"num_warps": 8},
+        needs_wide_loads=True,
         in_short_list=is_main,
     )
     for norm in (False, True):
@@ -263,7 +180,8 @@ def _elementwise(kind: str) -> Iterator[Variant]:
                 **{"HEAD_BLOCK": 8, "QK_NORM": norm},
             },
             options={"num_warps": 1},
-            in_short_list=is_main and norm,
+            needs_wide_loads=True,
+            in_short_list=is_main,
         )
     if is_main:
         yield Variant(
@@ -287,6 +205,7 @@ def _elementwise(kind: str) -> Iterator[Variant]:
             },
             constants={"BLOCK": 256},
             scalars=("num_edits",),
+            in_short_list=True,
         )
 
 
@@ -308,6 +227,7 @@ def _linear(kind: str, rows: int) -> Variant:
         options={name: tiles[name] for name in ("num_warps", "num_stages")},
         scalars=("num_rows",),
         needs_tensor_core=True,
+        needs_wide_loads=True,
         in_short_list=kind == "bf16",
     )
 
@@ -326,41 +246,55 @@ def _sampler() -> Variant:
         constants={"BLOCK": MAX_BLOCK},
         options={"num_warps": NUM_WARPS},
         scalars=("mask_stride",),
+        needs_wide_loads=True,
         in_short_list=True,
     )
 
 
-def reports(*, everything: bool, name_part: str = "") -> Iterator[Report]:
-    """The short list for sm_90; with `everything` all variants, and the short list for 80, 89."""
-    for variant in variants():
-        if name_part not in variant.name:
-            continue
-        if everything or variant.in_short_list:
-            yield compile_variant(variant, 90)
-        if everything and variant.in_short_list:
-            yield compile_variant(variant, 80)
-            yield compile_variant(variant, 89)
+def wanted(*, everything: bool, name_part: str = "") -> list[tuple[int, int]]:
+    """(index in `variants`, capability): the short list for each GPU; with `everything` the
+    others too, for sm_90."""
+    return [
+        (index, capability)
+        for index, variant in enumerate(variants())
+        if name_part in variant.name
+        for capability in variant.capabilities
+        if variant.in_short_list or (everything and capability == 90)
+    ]
+
+
+def report_of(place: tuple[int, int]) -> Report:
+    """Of one of `wanted`."""
+    index, capability = place
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a default of triton's that kernels do not depend on
+        return compile_variant(list(variants())[index], capability)
+
+
+def line(report: Report) -> str:
+    return (
+        f"{report.name:36} sm_{report.capability}  {report.registers:3} regs  "
+        f"{report.spills:3} spills  {report.shared_bytes / 1024:5.0f} KB  "
+        f"{report.tensor_core:3} mma  {report.wide_loads:3} ld128  "
+        f"{'; '.join(report.problems)}"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--all", action="store_true", help="every variant for sm_90")
+    parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--only", default="", help="part of a variant's name")
+    parser.add_argument("--jobs", type=int, default=1, help="compile so many at once")
     options = parser.parse_args()
+    places = wanted(everything=options.all, name_part=options.only)
     failed = 0
-    for report in reports(everything=options.all, name_part=options.only):
-        failed += bool(report.problems)
-        if options.json:
-            print(json.dumps(asdict(report)), flush=True)
-        else:
-            print(
-                f"{report.name:36} sm_{report.capability}  {report.registers:3} regs  "
-                f"{report.spills:3} spills  {report.shared_bytes / 1024:5.0f} KB  "
-                f"{report.tensor_core:3} mma  {report.wide_loads:3} ld128  "
-                f"{'; '.join(report.problems)}",
-                flush=True,
-            )
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        for report in pool.map(report_of, places):
+            failed += bool(report.problems)
+            text = json.dumps(asdict(report)) if options.json else line(report)
+            print(text, flush=True)
+    print(f"{len(places)} configurations, {failed} with problems", file=sys.stderr)
     return 1 if failed else 0
 
 

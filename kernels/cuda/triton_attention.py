@@ -34,14 +34,19 @@ class Tiles:
     num_stages: int
 
 
-def wide_tiles(head_dim: int, element_bytes: int = 2) -> Tiles:
-    """Tiles of extend, of shared items, and of everything that must give equal bits."""
+def wide_tiles(head_dim: int, element_bytes: int = 2, *, capability: int = 90) -> Tiles:
+    """Tiles of extend, of shared items, and of everything that must give equal bits.
+
+    capability: 90 for Hopper and later, whose products read shared memory; before, a third stage
+    takes registers that are not there.
+    """
     if element_bytes > 2:  # float32 is for comparisons: small tiles, three products each
         block_m, block_n = (32, 32) if head_dim <= 64 else (16, 16)
         return Tiles(block_m=block_m, block_n=block_n, num_warps=4, num_stages=1)
     if head_dim > 128:
         return Tiles(block_m=64, block_n=32, num_warps=8, num_stages=2)
-    return Tiles(block_m=64, block_n=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3)
+    stages = 2 if head_dim > 64 and capability < 90 else 3
+    return Tiles(block_m=64, block_n=64, num_warps=4 if head_dim <= 64 else 8, num_stages=stages)
 
 
 def narrow_tiles(head_dim: int, group: int, element_bytes: int = 2) -> Tiles:
@@ -99,7 +104,7 @@ class TritonAttention:
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._group_pad = padded(group)
         element_bytes = pool.keys(0).element_size()
-        self._wide = wide_tiles(head_dim, element_bytes)
+        self._wide = wide_tiles(head_dim, element_bytes, capability=_capability(pool))
         if self._group_pad > self._wide.block_m:
             raise ValueError(
                 f"{group} query heads per kv head are not supported; at most {self._wide.block_m}"
@@ -253,6 +258,14 @@ class TritonAttention:
             "num_stages": tiles.num_stages,
             "enable_fp_fusion": not self._deterministic,
         }
+
+
+def _capability(pool: PagedKVPool) -> int:
+    device = pool.keys(0).device
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _num_programs(pool: PagedKVPool) -> int:
