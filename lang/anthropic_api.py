@@ -96,6 +96,7 @@ class Anthropic(HostedClient):
         self, request: Request, events: AsyncIterator[dict[str, Any]]
     ) -> AsyncIterator[Output]:
         request_id = request.request_id
+        num_calls = int(request.sampling.max_new_tokens != 0)
         finish: Finish | None = None
         if request.sampling.max_new_tokens == 0:
             finish = Finish(reason=FinishReason.LENGTH)
@@ -112,10 +113,10 @@ class Anthropic(HostedClient):
                 reason = FinishReason.LENGTH if is_full else FinishReason.STOP
                 finish = Finish(reason=reason)
         if finish is not None:
-            yield Output(request_id=request_id, finish=finish, usage=_usage(told))
+            yield Output(request_id=request_id, finish=finish, usage=_usage(told, num_calls))
 
 
-def _usage(told: dict[str, int]) -> Usage:
+def _usage(told: dict[str, int], num_calls: int) -> Usage:
     cached = told.get("cache_read_input_tokens") or 0
     new = (told.get("input_tokens") or 0) + (told.get("cache_creation_input_tokens") or 0)
     return Usage(
@@ -123,4 +124,5 @@ def _usage(told: dict[str, int]) -> Usage:
         cached_tokens=cached,
         computed_tokens=new,
         completion_tokens=told.get("output_tokens") or 0,
+        api_calls=num_calls,
     )

@@ -169,7 +169,8 @@ def function(
 ) -> Function | AsyncFunction | _Decorator:
     """Make a program of a Python function whose first argument is named `s`.
 
-    Of an `async def` it makes an `AsyncFunction`.
+    Of an `async def` it makes an `AsyncFunction`. `num_api_spec_tokens`: tokens that a call of
+    `OpenAI` may write past a stop string for the gens that follow; others have no use for it.
     """
 
     def made(func: Callable[..., Any]) -> Any:

@@ -155,14 +155,14 @@ async def _run(
     call: Call, defaults: RunDefaults, session: Session, batch: BatchStart | None = None
 ) -> ProgramState:
     """Run in the caller's own task."""
-    state = _state(defaults, session, batch)
+    state = _state(call, defaults, session, batch)
     await _body(call, state, session)
     return await state.finished()
 
 
 def _start(call: Call, defaults: RunDefaults, session: Session) -> AsyncState:
     """Run in a task of its own; what ends it is told to the readers of its state."""
-    inner = _state(defaults, session)
+    inner = _state(call, defaults, session)
     outer = AsyncState(inner._host)
     outer._follow(inner)
     outer._is_outside = True
@@ -180,9 +180,17 @@ def _start(call: Call, defaults: RunDefaults, session: Session) -> AsyncState:
     return outer
 
 
-def _state(defaults: RunDefaults, session: Session, batch: BatchStart | None = None) -> AsyncState:
+def _state(
+    call: Call, defaults: RunDefaults, session: Session, batch: BatchStart | None = None
+) -> AsyncState:
     reading = Recorder(session, batch)
-    host = Host(reading=reading, session=session, chat=lambda: session.chat, defaults=defaults)
+    host = Host(
+        reading=reading,
+        session=session,
+        chat=lambda: session.chat,
+        defaults=defaults,
+        num_spec=call.num_spec,
+    )
     host.task = AsyncBody(session)
     return AsyncState(host)
 

@@ -42,6 +42,10 @@ class BaseFunction:
                 f"the first argument of the program {func.__name__!r} must be named 's'"
             )
         refuse_generators(func)
+        if num_api_spec_tokens is not None and num_api_spec_tokens < 1:
+            raise ValueError(
+                f"num_api_spec_tokens: {num_api_spec_tokens} is out of range; it must be >= 1"
+            )
         self.func = func
         self.num_api_spec_tokens = num_api_spec_tokens
         self.bound = dict(bound or {})
@@ -57,7 +61,13 @@ class BaseFunction:
         """
         self._check_names(kwargs, self.arg_names)
         given = self._signature.bind(None, *args, **{**self.bound, **kwargs})
-        return compile_function(self.func, self._signature, given.kwargs, given.args[1:])
+        return compile_function(
+            self.func,
+            self._signature,
+            given.kwargs,
+            given.args[1:],
+            num_spec=self.num_api_spec_tokens,
+        )
 
     def compile(self, *, backend: Backend | None = None, **constants: object) -> Program:
         """Record the program once, to be run with many arguments.
@@ -71,7 +81,9 @@ class BaseFunction:
             ConcretizationError: a value is needed that is not known yet; names the line.
         """
         self._check_names(constants, self.arg_names)
-        return optimised(compile_function(self.func, self._signature, {**self.bound, **constants}))
+        given = {**self.bound, **constants}
+        num_spec = self.num_api_spec_tokens
+        return optimised(compile_function(self.func, self._signature, given, num_spec=num_spec))
 
     def _call(
         self, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -86,7 +98,8 @@ class BaseFunction:
             {name: value for name, value in kwargs.items() if name not in given}
         )
         self._check_names(rest, (*self.arg_names, *SAMPLING_NAMES))
-        return Call(self.func, args, {**self.bound, **given, **rest}), defaults
+        every = {**self.bound, **given, **rest}
+        return Call(self.func, args, every, self.num_api_spec_tokens), defaults
 
     def _batch(
         self,
@@ -133,4 +146,4 @@ class BaseFunction:
             self._signature.bind(None, **arguments)
         except TypeError as error:
             raise TypeError(f"{place}: {error}") from None
-        return Call(self.func, (), arguments)
+        return Call(self.func, (), arguments, self.num_api_spec_tokens)

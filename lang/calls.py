@@ -164,6 +164,8 @@ class GenCall(_Streams):
         count = options.num_choices
         self._ids = [request_id if count == 1 else f"{request_id}.{i}" for i in range(count)]
         told = outlook.of_choices(prompt, count)
+        if options.overrun_tokens and count == 1:
+            told = [replace(told[0], overrun_tokens=options.overrun_tokens)]
         requests = [
             Request(
                 request_id=self._ids[index],

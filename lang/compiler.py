@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .calls import Result
 from .chat import ROLES, ChatFormat
@@ -45,6 +45,9 @@ from .session import Sink
 from .state import ProgramState
 from .trace import NodeMaker
 from .writer import StateWriter
+
+if TYPE_CHECKING:
+    from .programs import Call
 
 _EMPTY = inspect.Parameter.empty
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -138,15 +141,13 @@ class Tracing(NodeMaker):
     def progress(self, value: ValueId) -> tuple[str, Meta, bool]:
         _refuse("a generated value")
 
-    def run_inside(
-        self, func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object],
-        defaults: RunDefaults, has_backend: bool,
-    ) -> ProgramState:  # fmt: skip
+    def run_inside(self, call: Call, defaults: RunDefaults, has_backend: bool) -> ProgramState:
         """What `run` does inside of a program that is being compiled: a second chain of states."""
         if has_backend:
             _refuse("what another backend gives", "run that program by itself")
-        state = TracedState(TracingHost(self, defaults, is_inner=True))
-        state.returned = func(state, *args, **kwargs)
+        host = TracingHost(self, defaults, num_spec=call.num_spec, is_inner=True)
+        state = TracedState(host)
+        state.returned = call.func(state, *call.args, **call.kwargs)
         return state
 
     def frozen(self, value: object) -> object:
@@ -200,15 +201,28 @@ class TracingHost(Host):
 
     __slots__ = ("_is_inner", "_tracing")
 
-    def __init__(self, tracing: Tracing, defaults: RunDefaults, *, is_inner: bool = False) -> None:
+    def __init__(
+        self,
+        tracing: Tracing,
+        defaults: RunDefaults,
+        *,
+        num_spec: int | None = None,
+        is_inner: bool = False,
+    ) -> None:
         super().__init__(
-            reading=tracing, session=None, chat=lambda: tracing.chat, defaults=defaults
+            reading=tracing,
+            session=None,
+            chat=lambda: tracing.chat,
+            defaults=defaults,
+            num_spec=num_spec,
         )
         self._tracing = tracing
         self._is_inner = is_inner
         self.branches = tracing.branches
 
     def options(self, arguments: GenArguments) -> GenOptions:
+        if self.num_spec is not None:
+            arguments = arguments._replace(num_api_spec_tokens=self.num_spec)
         if any(isinstance(value, Placeholder) for value in arguments):  # these have no hash
             return self._planned(arguments)
         key = arguments, self.defaults if self._is_inner else None
@@ -291,14 +305,16 @@ def compile_function(
     signature: inspect.Signature,
     constants: Mapping[str, object],
     args: Sequence[object] = (),
+    *,
+    num_spec: int | None = None,
 ) -> Program:
-    """Record `func` once.
+    """Record `func` once. `num_spec`: its num_api_spec_tokens.
 
     Raises:
         ConcretizationError: it needs a value that is not known yet; names the line.
     """
     tracing = Tracing()
-    host = TracingHost(tracing, RunDefaults())
+    host = TracingHost(tracing, RunDefaults(), num_spec=num_spec)
     state: StateWriter = ProgramState(host)
     if inspect.iscoroutinefunction(func):
         from .async_tracing import TracedAsyncState, finished  # asyncio is slow to import

@@ -95,7 +95,9 @@ def explain(states: ProgramState | Iterable[ProgramState]) -> Explanation:
                     name=record.name,
                     branch=host.branches.get(record.value, ""),
                     line=record.line,
-                    num_requests=len(usages),
+                    num_requests=sum(
+                        1 if usage.api_calls is None else usage.api_calls for usage in usages
+                    ),
                     prompt_tokens=sum(usage.prompt_tokens for usage in usages),
                     cached_tokens=sum(usage.cached_tokens for usage in usages),
                     computed_tokens=sum(usage.computed_tokens for usage in usages),

@@ -167,6 +167,7 @@ class GenArguments(NamedTuple):
     timeout_s: float | None = None
     retry: int = 0
     type: OutputType[Any] | None = None
+    num_api_spec_tokens: int | None = None  # of the program
 
     def slots(self) -> list[tuple[str, Slot]]:
         """The parameters that arguments of a compiled program give."""
@@ -265,6 +266,9 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
         raise ValueError(f"n: {num_choices} is out of range; it must be >= 1")
     if arguments.retry < 0:
         raise ValueError(f"retry: {arguments.retry} is out of range; it must be >= 0")
+    num_spec = arguments.num_api_spec_tokens
+    if num_spec is not None and num_spec < 1:
+        raise ValueError(f"num_api_spec_tokens: {num_spec} is out of range; it must be >= 1")
     timeout_s = arguments.timeout_s
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout: {timeout_s} is out of range; it must be > 0 and finite")
@@ -283,6 +287,7 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
         timeout_s=timeout_s,
         retry=arguments.retry,
         type=arguments.type,
+        overrun_tokens=arguments.num_api_spec_tokens or 0,
     )
 
 

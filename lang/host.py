@@ -50,7 +50,7 @@ class Turn(NamedTuple):
 class Host:
     """What all states of one run share."""
 
-    __slots__ = ("branches", "chat", "defaults", "reading", "session", "task")
+    __slots__ = ("branches", "chat", "defaults", "num_spec", "reading", "session", "task")
 
     def __init__(
         self,
@@ -59,11 +59,14 @@ class Host:
         session: Session | None,
         chat: Callable[[], ChatFormat],
         defaults: RunDefaults,
+        num_spec: int | None = None,
     ) -> None:
+        """`num_spec`: the program's num_api_spec_tokens."""
         self.reading = reading
         self.session = session
         self.chat = chat
         self.defaults = defaults
+        self.num_spec = num_spec
         self.task: Body | None = None
         self.branches: dict[ValueId, str] = {}  # of what forks generate: "fork 0/2"
 
@@ -84,6 +87,8 @@ class Host:
         Raises:
             RequestError: a value is out of range.
         """
+        if self.num_spec is not None:
+            arguments = arguments._replace(num_api_spec_tokens=self.num_spec)
         return resolve(arguments, self.defaults)
 
     def wait(self, done: Callable[[], bool]) -> None:

@@ -83,6 +83,16 @@ class HostedClient:
         """The outputs that the events of one answer make; the last has a finish."""
         raise NotImplementedError
 
+    def _answer(
+        self, request: Request, path: str, body: dict[str, object]
+    ) -> AsyncIterator[Output]:
+        """The outputs of one request, which may take other calls than this one, or none.
+
+        Raises:
+            RequestError: what the API gives is of no use to it.
+        """
+        return self._outputs(request, self._events(path, body))
+
     # EngineClient
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -165,7 +175,7 @@ class HostedClient:
         error = ErrorInfo(code="unreachable", message="the API ended the stream too early")
         try:
             async with self._streams, asyncio.timeout(request.deadline_s):
-                async for output in self._outputs(request, self._events(path, body)):
+                async for output in self._answer(request, path, body):
                     self._arrived.put(output)
                     if output.finish is not None:
                         return
@@ -176,6 +186,8 @@ class HostedClient:
             error = ErrorInfo(code="unreachable", message=message)
         except Refused as refused:
             error = refused.info
+        except RequestError as refused:
+            error = ErrorInfo(code=refused.code, message=str(refused), field=refused.field)
         except Exception as failure:  # the fault boundary of one call: whoever polls must hear
             message = f"the answer of {self.base_url} is not understood: {failure!r}"
             error = ErrorInfo(code="http", message=message)

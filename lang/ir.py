@@ -147,6 +147,7 @@ class GenOptions:
     timeout_s: float | None = None  # for each request, from when the backend takes it
     retry: int = 0  # how often it is asked again, see calls.GenCall
     type: OutputType[Any] | None = None  # of the value; None: text
+    overrun_tokens: int = 0  # see overrun
 
     def to_fill(self) -> tuple[str, ...]:
         """What an argument of a compiled program will give, as it prints."""

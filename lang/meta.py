@@ -31,6 +31,8 @@ def request_meta(stream: Stream) -> Meta:
         "evicted_by": usage.evicted_by,
         "e2e_latency": stream.timing.finished_s,
     }
+    if usage.api_calls is not None:
+        meta["api_calls"] = usage.api_calls
     if stream.warnings:
         meta["constraint_warnings"] = told(stream.warnings)
     return meta

@@ -26,6 +26,7 @@ from palmette.runtime.request import (
 
 from .hosted import HostedClient, check_text
 from .hosted_text import END, check_options, hosted_info, messages_of
+from .overrun import Asker, Overruns, may_overrun
 
 _URL = "https://api.openai.com/v1"
 _FINISH = {"length": FinishReason.LENGTH}
@@ -68,6 +69,9 @@ class OpenAI(HostedClient):
         self._is_chat = is_chat_model
         self._extra = dict(extra_body or {})
         self._name = "the chat API" if is_chat_model else "the completions API"
+        is_own = base_url == _URL
+        self._limit = "max_completion_tokens" if is_chat_model and is_own else "max_tokens"
+        self._overruns = Overruns(self.encode)
 
     def _call(self, request: Request) -> tuple[str, dict[str, object]]:
         if request.logprobs.prompt_start is not None:
@@ -78,7 +82,7 @@ class OpenAI(HostedClient):
         if not self._is_chat:
             return "/completions", body | {"prompt": self.decode(request.prompt_ids)}
         messages = messages_of(request.prompt_ids)
-        if messages.pop()["content"]:
+        if messages.pop()["content"] and not may_overrun(request):
             raise RequestError(
                 "prompt: the assistant's message begins with text of the program; the chat API "
                 "cannot go on with it: put gen first in pm.assistant(...)",
@@ -123,9 +127,8 @@ class OpenAI(HostedClient):
             },
             self._name,
         )
-        limit = "max_completion_tokens" if self._is_chat and self.base_url == _URL else "max_tokens"
         wanted: dict[str, tuple[object, object]] = {
-            limit: (sampling.max_new_tokens, None),
+            self._limit: (sampling.max_new_tokens, None),
             "temperature": (sampling.temperature, None),
             "top_p": (sampling.top_p, _NEUTRAL.top_p),
             "frequency_penalty": (sampling.frequency_penalty, 0.0),
@@ -152,12 +155,28 @@ class OpenAI(HostedClient):
         schema = {"name": "answer", "schema": json.loads(grammar.source), "strict": True}
         return {"type": "json_schema", "json_schema": schema}
 
+    def _answer(
+        self, request: Request, path: str, body: dict[str, object]
+    ) -> AsyncIterator[Output]:
+        outputs = super()._answer
+        if not may_overrun(request):
+            return outputs(request, path, body)
+
+        def ask(limit: int) -> AsyncIterator[Output]:
+            rest = {name: value for name, value in body.items() if name != "stop"}
+            return outputs(request, path, rest | {self._limit: limit})
+
+        begun = messages_of(request.prompt_ids)[-1]["content"] if self._is_chat else ""
+        asker = Asker(plain=lambda: outputs(request, path, body), open=ask)
+        return self._overruns.outputs(request, begun, asker)
+
     async def _outputs(
         self, request: Request, events: AsyncIterator[dict[str, Any]]
     ) -> AsyncIterator[Output]:
         request_id, text = request.request_id, ""
         reason: str | None = "length" if request.sampling.max_new_tokens == 0 else None
-        usage = Usage()
+        is_asked = request.sampling.max_new_tokens != 0 or request.logprobs.prompt_start is not None
+        usage = Usage(api_calls=int(is_asked))
         scores: tuple[TokenLogprob, ...] = ()
         async for event in events:
             usage = _usage(event.get("usage")) or usage
@@ -211,4 +230,5 @@ def _usage(told: dict[str, Any] | None) -> Usage | None:
         cached_tokens=cached,
         computed_tokens=prompt - cached,
         completion_tokens=int(told.get("completion_tokens") or 0),
+        api_calls=1,
     )

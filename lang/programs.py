@@ -32,6 +32,7 @@ class Call(NamedTuple):
     func: Callable[..., object]
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
+    num_spec: int | None = None  # num_api_spec_tokens
 
 
 def run_one(
@@ -44,7 +45,7 @@ def run_one(
     """
     tracing = current_tracing()
     if tracing is not None:
-        return tracing.run_inside(*call, defaults, backend is not None)
+        return tracing.run_inside(call, defaults, backend is not None)
     state = _start(call, defaults=defaults, session=session_of(backend), eager=eager)
     task = state._host.task
     assert task is not None
@@ -68,7 +69,7 @@ def run_many(
     """
     tracing = current_tracing()
     if tracing is not None:
-        return iter([tracing.run_inside(*call, defaults, backend is not None) for call in calls])
+        return iter([tracing.run_inside(call, defaults, backend is not None) for call in calls])
     session = session_of(backend)
     batch = BatchStart(len(calls))
     starts = [
@@ -144,7 +145,13 @@ def _start(
     batch: BatchStart | None = None,
 ) -> ProgramState:
     reading = Interpreter(session) if eager else Recorder(session, batch)
-    host = Host(reading=reading, session=session, chat=lambda: session.chat, defaults=defaults)
+    host = Host(
+        reading=reading,
+        session=session,
+        chat=lambda: session.chat,
+        defaults=defaults,
+        num_spec=call.num_spec,
+    )
     inner = ProgramState(host)
     host.task = Task(session, lambda: call.func(inner, *call.args, **call.kwargs))
     host.task.watched = host.watched

@@ -128,6 +128,7 @@ class ReuseHint:
     prefixes: tuple[tuple[int, int], ...] = ()
     ttl_s: float | None = None  # seconds after which its prefix is the first to be evicted
     pin_s: float | None = None  # seconds after its end that its prompt stays whatever is evicted
+    overrun_tokens: int = 0  # a hosted API may write so many in all, past a stop; see lang.overrun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +200,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     completion_tokens: int = 0
     forced_tokens: int = 0  # of the completion: not chosen, the grammar left no choice
     num_preemptions: int = 0
+    api_calls: int | None = None  # of a hosted API; 0: an earlier one had the text already
     miss_reason: str | None = None  # why cached_tokens is not larger; see radix_cache.ledger
     evicted_ago_s: int | None = None  # with the reason "evicted": before the admission
     evicted_by: str | None = None  # the request that needed the page; not told across tenants
