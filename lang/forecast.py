@@ -9,21 +9,14 @@ steps and pages is what the engine's own code says. Assumed are the texts: a gen
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .binding import Arguments, bind
+import msgspec
+
 from .executor import CallRecord
-from .ir import Gen, Line, Node, Select, ValueId
-from .passes import critical_path, dependencies, most_tokens
-from .program import Program
-from .rehearsal import Guess, Known, Rehearsal, Script, assumed, knows_grammars, simulation_of
-from .trace import Recorder
-
-if TYPE_CHECKING:
-    from .backends import Backend
-    from .session import Session
+from .ir import Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +138,7 @@ class Forecast:
             lines.append(f"cost: {_both(self.cost, self.measured_cost, '.6f')}")
         return [*lines, f"assumed: {self.assumption}"]
 
-    def to_json(self) -> str:
+    def to_json(self, *, indent: int | None = 1) -> str:
         """Everything, as JSON."""
         whole: dict[str, Any] = asdict(self)
         for call in whole["calls"]:
@@ -153,7 +146,23 @@ class Forecast:
             call["line"] = {"file": file, "line": number, "function": function, "node": node}
         totals = ("prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens")
         whole |= {name: getattr(self, name) for name in totals}
-        return json.dumps(whole, indent=1)
+        return json.dumps(whole, indent=indent)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Forecast:
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: it is no forecast.
+        """
+        whole = msgspec.json.decode(data)
+        try:
+            for call in whole["calls"]:
+                line = call["line"]
+                call["line"] = [line["file"], line["line"], line["function"], line["node"]]
+            return msgspec.convert(whole, cls)
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise ValueError(f"not a forecast: {error}") from None
 
     def to_dot(self) -> str:
         """The graph of calls in Graphviz's language."""
@@ -172,192 +181,6 @@ class Forecast:
         from .graph import html
 
         return html(self)
-
-
-def explain_program(
-    program: Program,
-    given: Mapping[str, object],
-    *,
-    backend: Backend | None,
-    batch: Sequence[Mapping[str, object]] | None,
-    analyze: bool,
-    is_warm: bool,
-    prices: Prices | None,
-    lengths: Mapping[str, int],
-) -> Forecast:
-    """What a run of `program` takes, or of one per entry of `batch`.
-
-    `is_warm`: with what the engine holds now, else with an empty cache. `lengths`: tokens that
-    named gens will give, where that is known better. `analyze`: run it too, after which the
-    prediction is that for the texts of the run.
-
-    Raises:
-        ProgramError: with `analyze`, a call of the run failed.
-        ValueError: a backend of another process is asked for what only it knows.
-    """
-    from .backends import session_of
-    from .compiled import split_arguments
-
-    session = session_of(backend)
-    rest, defaults = split_arguments(program, given)
-    entries = [dict(rest)] if batch is None else [{**rest, **entry} for entry in batch]
-    programs = [
-        bind(program, Arguments(program, entry), defaults, session.chat) for entry in entries
-    ]
-    client, encoder = session.client, session.encoder
-    if is_warm and not knows_grammars(client):
-        raise ValueError("is_warm: only the cache of an engine in this process can be looked at")
-    simulation = simulation_of(client, encoder, is_warm=is_warm)
-    knows = knows_grammars(client)
-    measured: list[list[CallRecord]] | None = None
-    script: Script
-    if analyze:
-        made = _run(session, programs)
-        measured = [reading.records for reading in made]
-        chosen = {
-            (run, node.value): made[run].result(node.value).value
-            for run, nodes in enumerate(programs)
-            for node in nodes
-            if isinstance(node, Select)
-        }
-        script = Known(programs, measured, chosen, encoder=encoder, knows_grammars=knows)
-        assumption = "the texts of the run that was measured"
-    else:
-        programs = [assumed(nodes) for nodes in programs]
-        script = Guess(simulation, programs, encoder=encoder, lengths=lengths, knows_grammars=knows)
-        assumption = _assumption(programs, knows)
-    predicted = Rehearsal(simulation, script).run(programs)
-    return _forecast(
-        program, programs, predicted, measured, simulation, prices=prices, assumption=assumption
-    )
-
-
-def _run(session: Session, programs: Sequence[Sequence[Node]]) -> list[Recorder]:
-    """Run them for real, call by call."""
-    from .compiled import recorded
-    from .outlook import BatchStart
-
-    batch = BatchStart(len(programs)) if len(programs) > 1 else None
-    readings = [recorded(nodes, session, batch) for nodes in programs]
-    for reading in readings:
-        reading.finish()
-        if reading.error is not None:
-            raise reading.error
-    return readings
-
-
-def _assumption(programs: Sequence[Sequence[Node]], knows_grammars: bool) -> str:
-    nodes = [node for program in programs for node in program]
-    gens = [node for node in nodes if isinstance(node, Gen)]
-    parts = []
-    if any(node.options.grammar is None or not knows_grammars for node in gens):
-        parts.append("gens run to max_tokens")
-    if any(node.options.grammar is not None and knows_grammars for node in gens):
-        parts.append("constrained ones give their shortest text")
-    if any(isinstance(node, Select) for node in nodes):
-        parts.append("selects give their longest choice")
-    return ", ".join(parts) or "nothing"
-
-
-def _forecast(
-    program: Program,
-    programs: Sequence[Sequence[Node]],
-    predicted: Sequence[Sequence[CallRecord]],
-    measured: Sequence[Sequence[CallRecord]] | None,
-    simulation: Any,
-    *,
-    prices: Prices | None,
-    assumption: str,
-) -> Forecast:
-    calls: list[CallForecast] = []
-    longest = 0
-    for run, nodes in enumerate(programs):
-        facts = _Facts(nodes)
-        longest = max(longest, facts.longest)
-        records = {record.value: record for record in predicted[run]}
-        found = {} if measured is None else {record.value: record for record in measured[run]}
-        for node in nodes:
-            if isinstance(node, Gen | Select) and node.value in records:
-                record = records[node.value]
-                calls.append(
-                    CallForecast(
-                        run=run,
-                        value=node.value,
-                        kind=record.kind,
-                        name=node.name,
-                        branch=program.branches.get(node.value, ""),
-                        line=node.line,
-                        num_requests=len(record.usages),
-                        waits_for=facts.waits_for[node.value],
-                        is_critical=node.value in facts.critical,
-                        predicted=Counts.of(record),
-                        measured=Counts.of(found[node.value]) if node.value in found else None,
-                        seconds=record.finished_s if simulation.has_times else None,
-                    )
-                )
-    return Forecast(
-        name=program.name,
-        calls=tuple(calls),
-        num_steps=simulation.runner.num_launches,
-        peak_pages=simulation.peak_pages,
-        page_size=simulation.engine.info.page_size,
-        critical_tokens=longest,
-        seconds=simulation.now_s if simulation.has_times else None,
-        measured_seconds=_chain_seconds(programs, measured),
-        cost=_cost(prices, [call.predicted for call in calls]),
-        measured_cost=_cost(prices, [call.measured for call in calls]),
-        assumption=assumption,
-    )
-
-
-class _Facts:
-    """What the graph of one program says of its calls."""
-
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self.waits_for = {
-            value: tuple(sorted(int(one) for one in before))
-            for value, before in dependencies(nodes).items()
-        }
-        after = critical_path(nodes)
-        self.longest = max(after.values(), default=0)
-        self.critical: set[ValueId] = set()
-        left = self.longest
-        for node in nodes:  # in order, so each is found behind the one before it
-            if isinstance(node, Gen | Select) and left and after[node.value] == left:
-                before = self.waits_for[node.value]
-                if not self.critical or any(one in self.critical for one in before):
-                    self.critical.add(node.value)
-                    left -= most_tokens(node)
-
-
-def _chain_seconds(
-    programs: Sequence[Sequence[Node]], measured: Sequence[Sequence[CallRecord]] | None
-) -> float | None:
-    """How long the longest chain of calls took; None: not measured, or no times are told."""
-    if measured is None:
-        return None
-    longest = 0.0
-    for nodes, records in zip(programs, measured, strict=True):
-        ends: dict[ValueId, float] = {}
-        seconds = {record.value: record.finished_s for record in records}
-        for value, before in dependencies(nodes).items():
-            own = seconds.get(value)
-            if own is None:
-                return None
-            ends[value] = own + max((ends[one] for one in before), default=0.0)
-            longest = max(longest, ends[value])
-    return longest
-
-
-def _cost(prices: Prices | None, counts: Sequence[Counts | None]) -> float | None:
-    if prices is None or not counts:
-        return None
-    total = 0.0
-    for one in counts:
-        if one is None:
-            return None
-        total += prices.of(one.computed_tokens, one.cached_tokens, one.generated_tokens)
-    return total
 
 
 def _prompt(counts: Counts) -> tuple[int, int, int]:

@@ -189,7 +189,7 @@ class Program:
         >>> costs = ask.compile().explain(question="1+1?")  # print(costs) shows a table
         >>> is_less = costs.cached_tokens < costs.prompt_tokens
         """
-        from .forecast import explain_program
+        from .prediction import explain_program
 
         return explain_program(
             self,

@@ -23,7 +23,7 @@ from palmette.runtime.simulation import Answer, Simulation, twin
 
 from .content import Encoder
 from .executor import Answered, CallRecord, name_of
-from .ir import Call, Gen, Node, Select, ValueId
+from .ir import Call, Gen, Node, Select
 from .outlook import BatchStart
 from .passes import critical_path
 from .session import Session
@@ -63,7 +63,11 @@ class Rehearsal:
         self._session = Session(self._client)
 
     def run(self, programs: Sequence[Sequence[Node]]) -> list[list[CallRecord]]:
-        """All of them together, as `run_batch` runs them."""
+        """All of them together, as `run_batch` runs them.
+
+        Raises:
+            ProgramError: a call fails.
+        """
         batch = BatchStart(len(programs)) if len(programs) > 1 else None
         readings: list[Recorder] = []
         for index, nodes in enumerate(programs):
@@ -74,6 +78,8 @@ class Rehearsal:
             readings.append(reading)
         for reading in readings:
             reading.finish()
+            if reading.error is not None:
+                raise reading.error
         return [reading.records for reading in readings]
 
 
@@ -196,12 +202,12 @@ class Known:
         self,
         programs: Sequence[Sequence[Node]],
         records: Sequence[Sequence[CallRecord]],
-        chosen: Mapping[tuple[int, ValueId], object],
+        chosen: Sequence[Mapping[int, str]],
         *,
         encoder: Encoder,
         knows_grammars: bool,
     ) -> None:
-        """`chosen`: the texts of selects, by run and value."""
+        """`chosen`: of each run the texts of selects, by their value."""
         self._encoder = encoder
         self._knows_grammars = knows_grammars
         self._answers: dict[tuple[int, str], Answered] = {
@@ -211,10 +217,10 @@ class Known:
             for answered in record.answers
         }
         self._chosen = {
-            (run, int(node.value)): node.choices.index(str(chosen[run, node.value]))
+            (run, int(node.value)): node.choices.index(chosen[run][node.value])
             for run, nodes in enumerate(programs)
             for node in nodes
-            if isinstance(node, Select) and chosen.get((run, node.value)) in node.choices
+            if isinstance(node, Select) and chosen[run].get(node.value) in node.choices
         }
 
     def answer(self, run: int, request: Request) -> Scripted:

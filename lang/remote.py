@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import queue
+import re
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -33,7 +33,10 @@ from palmette.runtime.request import (
 from palmette.runtime.text import well_formed
 
 from .errors import BackendError
+from .executor import program_error
+from .forecast import Forecast
 from .program import Program
+from .reaching import unreachable
 from .served import RunRequest
 from .sse import DONE, data_lines_async
 from .wire import MAX_TEXTS, Batch, batches_of, engine_info, error_of, error_of_event
@@ -192,6 +195,34 @@ class HttpClient:
         self._programs.add(program.id)
         return True
 
+    def forecast(self, program: Program, body: Mapping[str, object]) -> Forecast | None:
+        """What the server foresees of runs; None: it does not foresee anything.
+
+        Raises:
+            ProgramError: a call fails.
+            BackendError: the server refuses; with its message.
+        """
+        sent = program.sent
+        if not self.takes_program(sent):
+            return None
+        path = f"/v1/programs/{sent.id}/explain"
+        try:
+            try:
+                answer = self._post(path, body, timeout=self._timeout)
+            except _Refused as error:
+                if error.info.code != "program_not_found":
+                    raise
+                self._post("/v1/programs", sent.to_json())
+                answer = self._post(path, body, timeout=self._timeout)
+        except _Refused as error:
+            if error.status in (404, 405):
+                return None  # an older server
+            place = re.fullmatch(r"nodes\[(\d+)\]", error.info.field or "")
+            if place is None:
+                raise
+            raise program_error(program.nodes[int(place[1])], error.info) from None
+        return Forecast.from_json(json.dumps(answer["forecast"]))
+
     def _start_run(self, request: RunRequest) -> None:
         job = self._add_job(self._run_program(request))
         self._runs[request.request_id] = job
@@ -243,24 +274,37 @@ class HttpClient:
 
     # Calls that do not generate
 
-    def _post(self, path: str, body: Mapping[str, object] | bytes) -> dict[str, Any]:
-        return self._call("POST", path, body)
+    def _post(
+        self,
+        path: str,
+        body: Mapping[str, object] | bytes,
+        timeout: httpx.Timeout | float = _CALL_TIMEOUT_S,
+    ) -> dict[str, Any]:
+        return self._call("POST", path, body, timeout)
 
     def _call(
-        self, method: str, path: str, body: Mapping[str, object] | bytes | None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | bytes | None,
+        timeout: httpx.Timeout | float = _CALL_TIMEOUT_S,
     ) -> dict[str, Any]:
         """One call and its JSON answer.
 
         Raises:
             BackendError: the server cannot be reached or refuses; with its message.
         """
-        return self._run(self._call_async(method, path, body))
+        return self._run(self._call_async(method, path, body, timeout))
 
     async def _call_async(
-        self, method: str, path: str, body: Mapping[str, object] | bytes | None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | bytes | None,
+        timeout: httpx.Timeout | float = _CALL_TIMEOUT_S,
     ) -> dict[str, Any]:
         try:
-            response = await self._client.request(method, path, **_json(body))
+            response = await self._client.request(method, path, timeout=timeout, **_json(body))
         except httpx.HTTPError as error:
             raise BackendError(unreachable(self.base_url, error)) from error
         if response.status_code != 200:
@@ -443,20 +487,3 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         if not isinstance(event, dict):
             raise ValueError("an event of the server is not a JSON object")
         yield event
-
-
-def unreachable(url: str, error: httpx.HTTPError) -> str:
-    """The message where a call to the server at `url` failed: why, and the way out."""
-    if isinstance(error, httpx.UnsupportedProtocol):
-        return f"{url} is no address of a server; give one like http://127.0.0.1:30000"
-    reason = str(error) or type(error).__name__
-    cause: BaseException | None = error
-    while cause is not None:  # what the system said, below the words of the layers above
-        if isinstance(cause, ConnectionError | TimeoutError) and cause.errno:
-            reason = os.strerror(cause.errno)
-        elif isinstance(cause, OSError) and cause.strerror:
-            reason = cause.strerror
-        cause = cause.__cause__ or cause.__context__
-        if isinstance(cause, BaseExceptionGroup):  # one for each address of the host
-            cause = cause.exceptions[0]
-    return f"{url} cannot be reached: {reason}; start a server with `palmette serve`"

@@ -109,7 +109,7 @@ def serve_program(
         program_json=sent.to_json(),
         body={
             "arguments": arguments.values,
-            "sampling": _told_defaults(defaults),
+            "sampling": told_defaults(defaults),
             "stream": True,
             "stream_text": stream,
         },
@@ -120,7 +120,7 @@ def serve_program(
     return reading
 
 
-def _told_defaults(defaults: RunDefaults) -> dict[str, object]:
+def told_defaults(defaults: RunDefaults) -> dict[str, object]:
     """What differs from the route's own defaults, which are the same."""
     plain = RunDefaults()
     return {

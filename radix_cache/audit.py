@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Mapping
 
-from .node import TOKEN_BYTES, Lease, Node, TreeNode, decode
+from .node import TOKEN_BYTES, KeptPrefix, Lease, Node, TreeNode, decode
 from .pages import PageAllocator
 from .pins import Pin
 from .policy import is_evictable_leaf
 from .tenants import Tenants, tenant_of
+
+_MOST_KEPT = 8192  # nodes that are told, and
+_MOST_KEPT_BYTES = 4 << 20  # bytes of their tokens: a few milliseconds
 
 Roots = Mapping[tuple[str, ...], Node]
 
@@ -104,6 +108,26 @@ def snapshot(roots: Roots) -> TreeNode:
         last_use=max((top.last_use for top in tops), default=0),
         children=tops,
     )
+
+
+def kept_prefixes(root: Node | None) -> list[KeptPrefix]:
+    """What is ready below `root`: from the most recently used node on, parents before children."""
+    found: list[KeptPrefix] = []
+    num_bytes = num_seen = 0
+    waiting = [] if root is None else [(-root.last_use, 0, root, -1)]
+    while waiting and len(found) < _MOST_KEPT and num_bytes < _MOST_KEPT_BYTES:
+        _, _, node, parent = heapq.heappop(waiting)
+        if node.ready:
+            ids = bytes(node.edge[: node.ready * TOKEN_BYTES])
+            above = None if parent < 0 else parent
+            parent = len(found)
+            found.append(KeptPrefix(parent=above, ids=ids, last_use=node.last_use))
+            num_bytes += len(ids)
+        if node.ready == node.size:
+            for child in node.children.values():
+                num_seen += 1  # nodes have no order of their own
+                heapq.heappush(waiting, (-child.last_use, num_seen, child, parent))
+    return found
 
 
 def _require(condition: bool, message: str) -> None:

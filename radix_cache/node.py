@@ -254,6 +254,15 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPrefix:
+    """What is ready of a node, as another process is told it."""
+
+    parent: int | None  # the place of its parent in the list; None: it begins at the root
+    ids: bytes  # int32
+    last_use: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TreeNode:
     """A node as it was at `RadixTree.snapshot`, for display."""
 

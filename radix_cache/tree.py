@@ -17,7 +17,17 @@ from collections.abc import Sequence
 
 from . import audit
 from .forest import Forest, tenant_at
-from .node import PLAIN_USE, TOKEN_BYTES, Lease, Node, TreeNode, Use, encode, walk_down
+from .node import (
+    PLAIN_USE,
+    TOKEN_BYTES,
+    KeptPrefix,
+    Lease,
+    Node,
+    TreeNode,
+    Use,
+    encode,
+    walk_down,
+)
 from .pages import PagesExhausted
 from .pins import PinQuotaExceeded
 from .tenants import Namespace
@@ -229,6 +239,10 @@ class RadixTree(Forest):
     def snapshot(self) -> TreeNode:
         """The whole tree as frozen data; the root's children are the namespaces."""
         return audit.snapshot(self._roots)
+
+    def kept_prefixes(self, namespace: Namespace) -> list[KeptPrefix]:
+        """What is ready in a namespace, the most recently used first, within limits of size."""
+        return audit.kept_prefixes(self._roots.get(namespace))
 
     def _path_pages(self, tail: Node) -> list[int]:
         pages: list[int] = []

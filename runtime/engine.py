@@ -45,6 +45,7 @@ from .runner import ModelRunner
 from .scheduler import Scheduler
 from .sequence import SequenceState, Status
 from .sequence_table import SequenceTable
+from .standing import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -472,6 +473,10 @@ class Engine:
     def snapshot(self) -> TreeNode:
         """The tree of prefixes, for display."""
         return self._tree.snapshot()
+
+    def standing(self, namespace: tuple[str, ...] | None) -> Standing:
+        """What a forecast elsewhere needs: step times, and what is kept of a namespace."""
+        return Standing.of(self._tree, self._scheduler.budget.model, namespace)
 
     def stats(self) -> EngineStats:
         free, cached = self._tree.num_free_pages, self._tree.num_evictable_pages

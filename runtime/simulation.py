@@ -10,7 +10,7 @@ model of step times that the real engine has fitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from palmette.constrained.backend import CompiledGrammar
 from palmette.constrained.spec import GrammarSpec
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.sampling import SampleBatch, SampleResult
+from palmette.radix_cache.node import KeptPrefix, decode
 from palmette.radix_cache.tree import RadixTree, TreeNode
 
 from .config import EngineConfig
@@ -190,8 +191,26 @@ class Simulation:
 
     def fill_cache(self, snapshot: TreeNode) -> None:
         """Begin with the prefixes of another engine, the least used first."""
+        self._keep(_paths(snapshot))
+
+    def keep(self, prefixes: Sequence[KeptPrefix]) -> None:
+        """Begin with these, in the namespace of whoever names none."""
+        whole: list[bytes] = []
+        is_leaf = [True] * len(prefixes)
+        for prefix in prefixes:
+            before = b"" if prefix.parent is None else whole[prefix.parent]
+            whole.append(before + prefix.ids)
+            if prefix.parent is not None:
+                is_leaf[prefix.parent] = False
+        self._keep(
+            (prefix.last_use, (), decode(ids))
+            for prefix, ids, is_last in zip(prefixes, whole, is_leaf, strict=True)
+            if is_last
+        )
+
+    def _keep(self, paths: Iterable[tuple[int, tuple[str, ...], tuple[int, ...]]]) -> None:
         tree = self.engine.cache.tree
-        for _, namespace, ids in sorted(_paths(snapshot), key=lambda path: path[0]):
+        for _, namespace, ids in sorted(paths, key=lambda path: path[0]):
             _insert(tree, ids, namespace)
 
 

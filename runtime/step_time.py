@@ -11,6 +11,7 @@ instead of forgotten. Plain floats: for six of them a call of numpy costs more t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from operator import mul
@@ -55,6 +56,18 @@ class StepTimeModel:
         self._num_of_kind = [0, 0]  # steps without and with prefill
         self.largest_prefill = 0  # in one step seen so far
         self.mean_error = 0.0  # |measured - predicted| / measured, recent steps
+
+    @classmethod
+    def of(cls, weights: Sequence[float]) -> StepTimeModel:
+        """A model that predicts as the one with these weights."""
+        model = cls()
+        model._weights = list(weights)
+        model.num_observed = WARM_UP
+        return model
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return tuple(self._weights)
 
     @property
     def is_ready(self) -> bool:

@@ -81,6 +81,7 @@ _SERVER_HELP = {
     "max_rid_length": "characters of a request's id",
     "max_program_calls": "requests that one run of a program may make",
     "program_cache_bytes": "size of the registered programs that are kept",
+    "explain_budget_s": "processor time of one forecast of a program",
     "request_timeout_s": "queueing and generation of one request",
     "drain_timeout_s": "what running requests get after SIGTERM",
     "heartbeat_limit_s": "no sign of the engine for longer: not ready",
@@ -372,6 +373,7 @@ def _explain(options: argparse.Namespace) -> int:
             options.arg,
             constants=options.const,
             analyze=options.analyze,
+            is_warm=options.warm,
             form=options.format,
         )
 

@@ -14,12 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import admin_api, cache_api, generate_api, openai_api, programs_api
+from . import admin_api, cache_api, explain_api, generate_api, openai_api, programs_api
 from .auth import KeyRing
 from .calls import Call, CallTable
 from .config import ServerConfig
 from .context import ServerContext, context_of
 from .errors import ApiError, internal, unavailable
+from .forecasts import Forecaster
 from .metrics import ServerMetrics
 from .program_store import ProgramStore
 from .remote_engine import AsyncEngine, EngineUnavailable
@@ -34,7 +35,9 @@ METRICS_PATH = "/metrics"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-def create_app(engine: AsyncEngine, config: ServerConfig, codec: Codec) -> FastAPI:
+def create_app(
+    engine: AsyncEngine, config: ServerConfig, codec: Codec, forecaster: Forecaster
+) -> FastAPI:
     """The application for an engine that may still be loading; `codec` is its tokenizer."""
     calls = CallTable(engine, timeout_s=config.request_timeout_s)
     context = ServerContext(
@@ -45,6 +48,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, codec: Codec) -> FastA
         calls=calls,
         metrics=ServerMetrics(),
         programs=ProgramStore(config.program_cache_bytes, codec),
+        forecaster=forecaster,
     )
     calls.on_close = lambda call: _observe(context.metrics, call)
     app = FastAPI(
@@ -60,7 +64,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, codec: Codec) -> FastA
         },
     )
     app.state.palmette = context
-    for module in (openai_api, generate_api, admin_api, cache_api, programs_api):
+    for module in (openai_api, generate_api, admin_api, cache_api, programs_api, explain_api):
         for route in module.router.routes:
             if isinstance(route, APIRoute):
                 _add_route(app, route, config)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from palmette.lang.remote import unreachable
+from palmette.lang.reaching import unreachable
 from palmette.lang.sse import DONE, data_lines_async
 from palmette.lang.wire import error_of
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import httpx
 from rich.console import Console
 
-from palmette.lang.remote import unreachable
+from palmette.lang.reaching import unreachable
 from palmette.lang.sse import DONE, data_lines
 from palmette.lang.wire import error_of
 from palmette.runtime.config import EngineConfig

@@ -38,6 +38,7 @@ class ServerConfig:
     max_rid_length: int = 128
     max_program_calls: int = 1024  # requests that one run of a program may make
     program_cache_bytes: int = 64 * MIB  # programs that are kept; the least used go first
+    explain_budget_s: float = 10.0  # processor time of one forecast of a program
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -48,6 +49,7 @@ class ServerConfig:
             raise ValueError(
                 f"default_max_tokens: {self.default_max_tokens} is out of range; must be >= 0"
             )
-        for name in ("drain_timeout_s", "heartbeat_limit_s", "dead_limit_s", "request_timeout_s"):
+        for name in ("drain_timeout_s", "heartbeat_limit_s", "dead_limit_s", "request_timeout_s",
+                     "explain_budget_s"):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be > 0")

@@ -19,6 +19,7 @@ from .auth import KeyRing, Owner
 from .calls import Call, CallTable
 from .config import ServerConfig
 from .errors import ApiError, invalid
+from .forecasts import Forecaster
 from .limits import Plan, TokenIds, check_rid, make_requests, salt
 from .metrics import ServerMetrics
 from .program_store import ProgramStore
@@ -44,6 +45,7 @@ class ServerContext:
     calls: CallTable
     metrics: ServerMetrics
     programs: ProgramStore
+    forecaster: Forecaster
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 

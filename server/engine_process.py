@@ -31,6 +31,7 @@ from palmette.runtime.request import (
     Request,
     RequestError,
 )
+from palmette.runtime.standing import Standing
 
 from . import transport as frames
 from .transport import ToEngine, Transport, TransportClosed
@@ -62,6 +63,7 @@ class ServedEngine(Protocol):
         self, ids: Sequence[int], namespace: tuple[str, ...], *, seconds: float | None
     ) -> int: ...
     def unpin(self, ids: Sequence[int] | None, namespace: tuple[str, ...]) -> int: ...
+    def standing(self, namespace: tuple[str, ...] | None) -> Standing: ...
     def stats(self) -> EngineStats: ...
     def close(self) -> None: ...
 
@@ -153,6 +155,8 @@ def _handle(
             transport.send(frames.Flushed(call_id, is_done))
         case frames.Pin() | frames.Unpin():
             transport.send(_pin(engine, message))
+        case frames.Look(call_id=call_id, namespace=namespace):
+            transport.send(frames.Looked(call_id, engine.standing(namespace)))
         case frames.Ping(call_id=call_id):
             transport.send(frames.Pong(call_id, num_steps, engine.stats()))
         case frames.Start():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from palmette.lang.api import Function
-from palmette.lang.errors import ConcretizationError, ProgramError
+from palmette.lang.errors import BackendError, ConcretizationError, ProgramError
 from palmette.lang.forecast import Forecast
 
 from .config import UserError
@@ -30,6 +30,7 @@ def explain(
     *,
     constants: Sequence[str],
     analyze: bool,
+    is_warm: bool,
     form: str,
 ) -> int:
     """Print what the program takes on the default backend.
@@ -40,8 +41,8 @@ def explain(
     function = load(target)
     fixed, given = _values(constants, "--const"), _values(arguments, "--arg")
     try:
-        forecast = function.compile(**fixed).explain(analyze=analyze, **given)
-    except (ConcretizationError, ProgramError, TypeError) as error:
+        forecast = function.compile(**fixed).explain(analyze=analyze, is_warm=is_warm, **given)
+    except (ConcretizationError, BackendError, ProgramError, TypeError) as error:
         raise UserError(str(error)) from error
     print(_FORMS[form](forecast))
     return 0

@@ -20,4 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--const", action="append", default=[], metavar="NAME=VALUE", help=text)
     text = "run it too, and show what was measured"
     parser.add_argument("--analyze", action="store_true", help=text)
+    text = "given what the cache of the server at --url holds now, not an empty one"
+    parser.add_argument("--warm", action="store_true", help=text)
     parser.add_argument("--format", choices=FORMS, default="text", help="default: %(default)s")

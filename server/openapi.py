@@ -13,6 +13,7 @@ from .schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    ExplainBody,
     GenerateBody,
     PinBody,
     ProgramRunBody,
@@ -33,6 +34,7 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/cache/pin": PinBody,
     "/cache/unpin": UnpinBody,
     "/v1/programs/{id}/run": ProgramRunBody,
+    "/v1/programs/{id}/explain": ExplainBody,
 }
 _EMPTY_POSTS = (
     "/v1/programs",

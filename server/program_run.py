@@ -24,6 +24,7 @@ from palmette.lang.executor import CallRecord, ProgramRun
 from palmette.lang.expressions import RunDefaults
 from palmette.lang.ir import Gen, Node, Select, StateId, ValueId
 from palmette.lang.outcome import Outcome
+from palmette.lang.outlook import BatchStart
 from palmette.lang.passes import critical_path
 from palmette.lang.program import Program
 from palmette.lang.streams import Issue, Later
@@ -68,11 +69,20 @@ class ServedRun:
         self._max_chars = max_chars
         self._variables: dict[str, object] = {}
         self._result: object = None
+        self.num_requests = 0
+        self._is_stopped = False  # nothing waits any more
         self._open: dict[ValueId, Gen | Select] = {}
         self._later: list[tuple[float, Request]] = []  # when it goes out
         self._sent: dict[ValueId, int] = {}  # characters of a text that grows
 
-    async def begin(self, call_id: str, given: Mapping[str, object], defaults: RunDefaults) -> None:
+    async def begin(
+        self,
+        call_id: str,
+        given: Mapping[str, object],
+        defaults: RunDefaults,
+        *,
+        batch: BatchStart | None = None,
+    ) -> None:
         """Fill the program in.
 
         Raises:
@@ -88,6 +98,7 @@ class ServedRun:
             root=start(context.info),
             encoder=encoder,
             run_id=call_id,
+            batch=batch,
             ranks=critical_path(nodes),
             max_chars=self._max_chars,
         )
@@ -106,7 +117,7 @@ class ServedRun:
             raise ValueError(f"arguments: {program.name}() has no argument {unknown!r:.60}")
         arguments = Arguments(program, given, max_chars=self._max_chars)
         nodes = bind(program, arguments, defaults, context.programs.chat(context.info))
-        _check(nodes, context)
+        self.num_requests = _check(nodes, context)
         variables = {name: bound_value(v, arguments) for name, v in program.variables.items()}
         return nodes, (variables, bound_value(program.result, arguments))
 
@@ -123,18 +134,14 @@ class ServedRun:
             CallEnded: the client is gone.
         """
         run, heartbeat_s = self._run, self._context.config.sse_heartbeat_s
-        self._call = call
-        call.submit(await self._admitted(self._due(await self._in_thread(run.start))))
+        call.submit(await self.start())
         for done in self._finished():
             yield done
         while not run.is_done:
-            outputs = await call.outputs(min(heartbeat_s, self._pause_s()))
+            outputs = await call.outputs(min(heartbeat_s, self.pause_s()))
             if not outputs and not self._later:
                 yield None
-            issues: list[Issue] = []
-            for output in outputs:
-                issues += await self._take(output)
-            call.submit(await self._admitted(self._due(issues)))
+            call.submit(await self.take(outputs, is_aborted=call.is_aborted))
             if with_text:
                 for grown in self._grown():
                     yield grown
@@ -142,19 +149,31 @@ class ServedRun:
                 for done in self._finished():
                     yield done
 
+    async def start(self) -> list[Request]:
+        """The first requests."""
+        return await self._admitted(self._due(await self._in_thread(self._run.start)))
+
+    async def take(self, outputs: Sequence[Output], *, is_aborted: bool) -> list[Request]:
+        """The requests that go out after these outputs; of an aborted run without a pause."""
+        self._is_stopped = is_aborted
+        issues: list[Issue] = []
+        for output in outputs:
+            issues += await self._take(output)
+        return await self._admitted(self._due(issues))
+
     def _due(self, issues: Sequence[Issue]) -> list[Request]:
         """Requests that go out now; others are kept for later."""
         now = time.monotonic()
         self._later += [
             (now + one.after_s, one.request) for one in issues if isinstance(one, Later)
         ]
-        if self._call.is_aborted:
+        if self._is_stopped:
             now = math.inf  # they end at once
         due = [request for when, request in self._later if when <= now]
         self._later = [(when, request) for when, request in self._later if when > now]
         return [one for one in issues if not isinstance(one, Later)] + due
 
-    def _pause_s(self) -> float:
+    def pause_s(self) -> float:
         """Until the first of those."""
         first = min((when for when, _ in self._later), default=math.inf)
         return max(first - time.monotonic(), 0.0)
@@ -265,6 +284,28 @@ class ServedRun:
         totals = {name: sum(getattr(usage, name) for usage in usages) for name in names}
         return answer | {"usage": totals | {"requests": len(usages)}}
 
+    @property
+    def run_id(self) -> str:
+        return self._run.run_id
+
+    @property
+    def is_done(self) -> bool:
+        return self._run.is_done
+
+    @property
+    def error(self) -> ProgramError | None:
+        """The first call that failed."""
+        return self._run.error
+
+    @property
+    def records(self) -> list[CallRecord]:
+        return self._run.records
+
+    def chosen(self) -> dict[int, str]:
+        """The choices of the selects, by their value."""
+        selects = (node.value for node in self._run.nodes if isinstance(node, Select))
+        return {value: str(self._result_of(value).value) for value in selects}
+
     def _spender(self) -> Callable[[int], None]:
         """Counts characters of generated texts: each may be named often, but not without end."""
         texts = (answer.text for record in self._run.records for answer in record.answers)
@@ -309,8 +350,9 @@ class _Texts:
         return content
 
 
-def _check(nodes: Sequence[Node], context: ServerContext) -> None:
-    """
+def _check(nodes: Sequence[Node], context: ServerContext) -> int:
+    """How many requests the program makes.
+
     Raises:
         ValueError: the program asks for more than one call may.
     """
@@ -337,10 +379,36 @@ def _check(nodes: Sequence[Node], context: ServerContext) -> None:
         num_requests += count
     if num_requests > most:
         raise ValueError(f"nodes: {num_requests} requests in one run; the limit is {most}")
+    return num_requests
 
 
 def _told(error: ProgramError) -> dict[str, object]:
     return {"code": error.code, "message": str(error), "node": error.line.node}
+
+
+async def drive(runs: Sequence[ServedRun], call: ProgramCall) -> None:
+    """Several runs to their end, together; their ids are the call's with a number.
+
+    Raises:
+        ProgramError: the first call that failed.
+        CallEnded: the client is gone.
+    """
+    by_id = {run.run_id: run for run in runs}
+    call.submit([request for run in runs for request in await run.start()])
+    while not all(run.is_done for run in runs):
+        arrived: dict[str, list[Output]] = {}
+        for output in await call.outputs(min(run.pause_s() for run in runs)):
+            arrived.setdefault(output.request_id.rpartition("-")[0], []).append(output)
+        call.submit(
+            [
+                request
+                for run_id, run in by_id.items()
+                for request in await run.take(arrived.get(run_id, []), is_aborted=call.is_aborted)
+            ]
+        )
+    for run in runs:
+        if run.error is not None:
+            raise run.error
 
 
 async def whole(run: ServedRun, call: ProgramCall, run_id: str) -> Event:

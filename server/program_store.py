@@ -65,7 +65,7 @@ class ProgramStore:
     def encoder(self, info: EngineInfo) -> Encoder:
         """The tokenizer with the ids of constants remembered; for `threads` alone."""
         if self._encoder is None:
-            self._encoder = Encoder(_Tokenizer(self._codec, info))
+            self._encoder = Encoder(TextClient(self._codec, info))
         return self._encoder
 
     def chat(self, info: EngineInfo) -> ChatFormat:
@@ -82,7 +82,7 @@ def _size(program: Program, data: bytes) -> int:
     return len(data) + _NODE_BYTES * len(program.nodes)
 
 
-class _Tokenizer:
+class TextClient:
     """What an `Encoder` asks of a client."""
 
     def __init__(self, codec: Codec, info: EngineInfo) -> None:

@@ -26,10 +26,10 @@ from .sse import EventStream
 
 router = APIRouter()
 
-_CLIENT_GONE = 499  # nginx's; nobody is there to read it
+CLIENT_GONE = 499  # nginx's; nobody is there to read it
 _INLINE_BYTES = 16 * 1024  # of a program that is read without a thread
 _MAX_NODES = 65536
-_RUN_ID = "x-run-id"  # header of an answer
+RUN_ID = "x-run-id"  # header of an answer
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -64,13 +64,13 @@ def _decoded(data: bytes) -> Program:
 
 @router.get("/v1/programs/{program_id}")
 async def show(request: Request, program_id: str) -> Response:
-    program, data = _found(request, program_id)
+    program, data = found(request, program_id)
     return JsonBody({**_described(program), "listing": str(program), "program": msgspec.Raw(data)})
 
 
 @router.delete("/v1/programs/{program_id}")
 async def forget(request: Request, program_id: str) -> Response:
-    _found(request, program_id)
+    found(request, program_id)
     context_of(request).programs.drop(request.state.owner.name, program_id)
     return JsonBody({"id": program_id, "object": "program", "deleted": True})
 
@@ -81,13 +81,13 @@ async def run(request: Request, program_id: str) -> Response:
     context, owner = context_of(request), request.state.owner
     body = await read_struct(request, ProgramRunBody, strict_fields=True)
     context.check_accepting()
-    program, _ = _found(request, program_id)
+    program, _ = found(request, program_id)
     served = ServedRun(
         context,
         owner,
         program,
         namespace=context.namespace(owner, extra_key=body.extra_key, cache_salt=body.cache_salt),
-        max_chars=_max_chars(context),
+        max_chars=max_chars(context),
     )
     call_id = new_call_id("prog")
     if body.rid is not None:
@@ -96,13 +96,13 @@ async def run(request: Request, program_id: str) -> Response:
     call = context.calls.open_program(
         call_id, owner=owner.name, rid=body.rid, receive=request.receive
     )
-    headers = {_RUN_ID: run_id}
+    headers = {RUN_ID: run_id}
     try:
-        await served.begin(call_id, body.arguments, _defaults(body.sampling))
+        await served.begin(call_id, body.arguments, defaults_of(body.sampling))
         if not body.stream:
             return JsonBody(await whole(served, call, run_id), headers=headers)
     except CallEnded:
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     except BaseException:
         call.close()
         raise
@@ -122,12 +122,12 @@ async def abort(request: Request, run_id: str) -> Response:
     return JsonBody({"id": run_id, "object": "program.run", "aborted": True})
 
 
-def _max_chars(context: ServerContext) -> int:
+def max_chars(context: ServerContext) -> int:
     """Of one text of a run: more than the context could hold, whatever its tokens are."""
     return context.text.max_characters(context.info)
 
 
-def _defaults(sampling: ProgramSampling) -> RunDefaults:
+def defaults_of(sampling: ProgramSampling) -> RunDefaults:
     stop, patterns = sampling.stop, sampling.stop_regex
     return RunDefaults(
         max_tokens=sampling.max_new_tokens,  # type: ignore[arg-type]  # None: up to the context
@@ -148,7 +148,7 @@ def _defaults(sampling: ProgramSampling) -> RunDefaults:
     )
 
 
-def _found(request: Request, program_id: str) -> tuple[Program, bytes]:
+def found(request: Request, program_id: str) -> tuple[Program, bytes]:
     owner = request.state.owner.name
     found = (
         context_of(request).programs.get(owner, program_id) if _ID.fullmatch(program_id) else None

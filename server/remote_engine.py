@@ -29,6 +29,7 @@ from palmette.runtime.request import (
     Output,
     Request,
 )
+from palmette.runtime.standing import Standing
 
 from . import transport as frames
 from .transport import FromEngine, ToEngine, Transport, TransportClosed, server_end
@@ -177,6 +178,7 @@ class AsyncEngine(Protocol):
     async def unpin(
         self, ids: Sequence[int] | None, namespace: tuple[str, ...]
     ) -> frames.Pinned: ...
+    async def standing(self, namespace: tuple[str, ...] | None) -> Standing: ...
     async def stats(self) -> EngineStats | None: ...
     def status(self) -> EngineStatus: ...
     @property
@@ -313,6 +315,17 @@ class RemoteEngine:
             raise EngineUnavailable("the engine does not answer")
         return answer
 
+    async def standing(self, namespace: tuple[str, ...] | None) -> Standing:
+        """What a forecast needs; see `Engine.standing`.
+
+        Raises:
+            EngineUnavailable: the engine does not answer.
+        """
+        look = await self._call(lambda call_id: frames.Look(call_id, namespace), timeout_s=5.0)
+        if not isinstance(look, frames.Looked):
+            raise EngineUnavailable("the engine does not answer")
+        return look.standing
+
     async def stats(self) -> EngineStats | None:
         """Fresh counters; the last known ones when the engine does not answer in half a second."""
         await self._call(frames.Ping, timeout_s=0.5)
@@ -377,7 +390,11 @@ class RemoteEngine:
             case frames.Pong(call_id=call_id, step=step, stats=stats):
                 self._step, self._stats = step, stats
                 self._answer(call_id, message)
-            case frames.Flushed(call_id=call_id) | frames.Pinned(call_id=call_id):
+            case (
+                frames.Flushed(call_id=call_id)
+                | frames.Pinned(call_id=call_id)
+                | frames.Looked(call_id=call_id)
+            ):
                 self._answer(call_id, message)
             case frames.Ready(info=info):
                 self._info, self._state, self._detail = info, EngineState.READY, ""

@@ -10,7 +10,7 @@ because routers and frontends add fields of their own.
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -286,6 +286,29 @@ class ProgramRunBody(msgspec.Struct, kw_only=True, frozen=True):
     stream: bool = False
     stream_text: bool = True  # of a stream: texts as they grow, and not only whole ones
     rid: str | None = None  # by which its client may abort it; default: one made here
+    extra_key: str = ""
+    cache_salt: str = ""
+
+
+class PricesBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Money for a million tokens."""
+
+    input: float
+    output: float
+    cached_input: float | None = None  # None: as input
+
+
+class ExplainBody(msgspec.Struct, kw_only=True, frozen=True):
+    """A forecast of runs of a registered program."""
+
+    arguments: dict[str, str | int | float | bool | None] = {}
+    batch: list[dict[str, str | int | float | bool | None]] | None = None  # a run for each
+    sampling: ProgramSampling = ProgramSampling()
+    lengths: dict[str, int] = {}  # tokens that named gens will give
+    prices: PricesBody | None = None
+    cache: Literal["empty", "present"] = "empty"
+    analyze: bool = False  # run it, too
+    rid: str | None = None
     extra_key: str = ""
     cache_salt: str = ""
 

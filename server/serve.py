@@ -15,6 +15,7 @@ from .config import ServerConfig, UserError
 from .remote_engine import ENGINE_COMMAND, EngineLoadError, RemoteEngine
 
 if TYPE_CHECKING:
+    from .forecasts import Forecaster
     from .text_service import Codec
     from .uvicorn_server import DrainingServer
 
@@ -51,10 +52,11 @@ async def serve(
     load_codec: Callable[[], Codec],
     announce: Announce,
     command: Sequence[str] = ENGINE_COMMAND,
+    forecast_command: Sequence[str] | None = None,
 ) -> None:
     """Serve until a signal ends it; `announce` is called when the model is loaded.
 
-    `command` starts the engine process.
+    `command` starts the engine process, `forecast_command` the one that makes forecasts.
 
     Raises:
         EngineLoadError: when the model cannot be loaded.
@@ -64,19 +66,28 @@ async def serve(
     sock = bind(config.host, config.port)
     engine = RemoteEngine(dead_limit_s=config.dead_limit_s)
     server: DrainingServer | None = None
+    forecaster: Forecaster | None = None
     try:
         engine.start(engine_config, command)
         # Imported while the engine process is already at work.
         from .app import create_app
+        from .forecasts import FORECAST_COMMAND, Forecaster
         from .uvicorn_server import DrainingServer
 
-        app = create_app(engine, config, await asyncio.to_thread(load_codec))
+        forecaster = Forecaster(
+            engine_config,
+            budget_s=config.explain_budget_s,
+            command=forecast_command or FORECAST_COMMAND,
+        )
+        app = create_app(engine, config, await asyncio.to_thread(load_codec), forecaster)
         host, port = sock.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         server = DrainingServer(app, config)
         await _run(server, sock, engine, announce, url)
     finally:
         sock.close()
+        if forecaster is not None:
+            forecaster.close()
         await engine.close(at_once=server is None or server.force_exit)
 
 

@@ -5,8 +5,8 @@ built from the types of `runtime.request` as they stand. The wire is one end of 
 socket pair, so nothing outside the two processes can reach it. No pickle: a frame can only ever
 become one of these types.
 
-    to the engine      Start, Submit, Abort, Flush, Pin, Unpin, Ping
-    from the engine    Ready, Failed, StepOutputs, Flushed, Pinned, Pong
+    to the engine      Start, Submit, Abort, Flush, Pin, Unpin, Look, Ping
+    from the engine    Ready, Failed, StepOutputs, Flushed, Pinned, Looked, Pong
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.metrics import EngineStats
 from palmette.runtime.request import EngineInfo, ErrorInfo, Output, Request
+from palmette.runtime.standing import Standing
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _READ_BYTES = 64 * 1024  # a larger buffer would be mapped and unmapped for each read
@@ -68,6 +69,13 @@ class Unpin(msgspec.Struct, tag="unpin", frozen=True):
     namespace: tuple[str, ...]
 
 
+class Look(msgspec.Struct, tag="look", frozen=True):
+    """What a forecast needs of the engine; with a namespace, also what is kept of it."""
+
+    call_id: int
+    namespace: tuple[str, ...] | None
+
+
 class Ping(msgspec.Struct, tag="ping", frozen=True):
     call_id: int
 
@@ -103,15 +111,20 @@ class Pinned(msgspec.Struct, tag="pinned", frozen=True):
     error: ErrorInfo | None = None
 
 
+class Looked(msgspec.Struct, tag="looked", frozen=True):
+    call_id: int
+    standing: Standing
+
+
 class Pong(msgspec.Struct, tag="pong", frozen=True):
     call_id: int
     step: int
     stats: EngineStats
 
 
-ToEngine = Start | Submit | Abort | Flush | Pin | Unpin | Ping
-FromEngine = Ready | Failed | StepOutputs | Flushed | Pinned | Pong
-Answer = Flushed | Pinned | Pong
+ToEngine = Start | Submit | Abort | Flush | Pin | Unpin | Look | Ping
+FromEngine = Ready | Failed | StepOutputs | Flushed | Pinned | Looked | Pong
+Answer = Flushed | Pinned | Looked | Pong
 Received = TypeVar("Received")
 
 

@@ -18,7 +18,9 @@ from palmette.runtime.request import EngineInfo
 from palmette.server.config import ServerConfig
 from palmette.server.serve import serve
 
-COMMAND = (sys.executable, str(Path(__file__).with_name("engine_with_fake_model.py")))
+HERE = Path(__file__).parent
+COMMAND = (sys.executable, str(HERE / "engine_with_fake_model.py"))
+FORECAST_COMMAND = (sys.executable, str(HERE / "forecasts_of_fake_model.py"))
 
 
 def announce(url: str, info: EngineInfo) -> None:
@@ -29,7 +31,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     config = msgspec.convert({"port": 0} | options.get("server", {}), ServerConfig)
     engine = msgspec.convert({"model": "script=letters"} | options.get("engine", {}), EngineConfig)
-    asyncio.run(serve(config, engine, ByteTokenizer, announce, COMMAND))
+    asyncio.run(serve(config, engine, ByteTokenizer, announce, COMMAND, FORECAST_COMMAND))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from palmette.runtime.weights import ENCODINGS
 from palmette.server import (
     admin_api,
     cache_api,
+    explain_api,
     generate_api,
     metrics,
     openai_api,
@@ -49,6 +50,7 @@ from palmette.server.config import ServerConfig
 from palmette.server.schemas import (
     ChatBody,
     CompletionBody,
+    ExplainBody,
     GenerateBody,
     ProgramRunBody,
     SamplingBody,
@@ -215,7 +217,7 @@ def test_every_parameter_of_gen_is_described() -> None:
 def test_every_route_is_described() -> None:
     routes = {
         route.path
-        for module in (openai_api, generate_api, admin_api, cache_api, programs_api)
+        for module in (openai_api, generate_api, admin_api, cache_api, programs_api, explain_api)
         for route in module.router.routes
         if isinstance(route, APIRoute)
     }
@@ -229,6 +231,7 @@ def test_every_route_is_described() -> None:
         ("OpenAI's fields", (ChatBody, CompletionBody)),
         ("SGLang's `/generate`", (GenerateBody, SamplingBody)),
         ("Programs", (ProgramRunBody,)),
+        ("Forecasts", (ExplainBody,)),
     ],
 )
 def test_every_field_is_described(heading: str, bodies: tuple[type[msgspec.Struct], ...]) -> None:

@@ -259,3 +259,9 @@ def test_the_default_model_measures_what_is_predicted(
     assert after.is_exact
     assert counts(before, "predicted") == counts(after, "measured")
     engine.close()
+
+
+def test_a_call_that_would_fail_is_told(engine: pm.Engine) -> None:
+    with pytest.raises(pm.ProgramError, match="exceed the context") as caught:
+        chain.compile().explain(backend=engine, q="word " * 3000)
+    assert caught.value.variable == "a" and "test_forecast.py" in str(caught.value)

@@ -9,9 +9,11 @@ import pytest
 from running_server import RunningServer, StartServer
 from starlette.routing import Route
 
+from palmette.runtime.config import EngineConfig
 from palmette.runtime.fake_runner import ByteTokenizer
 from palmette.server.app import OPEN_PATHS, create_app
 from palmette.server.config import ServerConfig
+from palmette.server.forecasts import Forecaster
 from palmette.server.remote_engine import RemoteEngine
 
 
@@ -140,7 +142,8 @@ def test_request_ids_come_back(server: RunningServer) -> None:
 
 def app_routes() -> list[tuple[str, str]]:
     """Every method and path of the application, with something for its parameters."""
-    app = create_app(RemoteEngine(), ServerConfig(), ByteTokenizer())
+    forecaster = Forecaster(EngineConfig(), budget_s=1.0)
+    app = create_app(RemoteEngine(), ServerConfig(), ByteTokenizer(), forecaster)
     routes = [route for route in app.routes if isinstance(route, Route)]
     assert len(routes) == len(app.routes)
     return [(m, re.sub(r"\{[^}]*\}", "x", r.path)) for r in routes for m in sorted(r.methods or ())]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from running_server import RunningServer
 from tiny_files import write_tiny_model
 
 from palmette.lang import backends
@@ -67,6 +68,27 @@ def test_a_forecast_is_printed(
     whole = json.loads(capsys.readouterr().out)
     assert all(call["measured"]["cached_tokens"] == call["predicted"]["cached_tokens"]
                for call in whole["calls"])  # fmt: skip
+
+
+def test_a_server_makes_the_forecast(
+    file: Path,
+    server: RunningServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(backends._Holder, "default", None)
+    command = ["explain", f"{file}:judge", "--arg", f"essay={'word ' * 30}", "--url", server.url]
+    command += ["--const", 'points=["style"]', "--format", "json"]
+    assert main([*command, "--analyze"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["calls"][0]["measured"] == whole["calls"][0]["predicted"]
+    assert whole["calls"][0]["line"]["file"] == str(file)
+    assert whole["calls"][0]["predicted"]["cached_tokens"] == 0
+    assert main([*command, "--warm"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["calls"][0]["predicted"]["cached_tokens"] >= 144
+    assert main([*command[:3], "essay=" + "x" * 9999, *command[4:]]) == 2
+    assert "exceed the context" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
