@@ -210,7 +210,7 @@ def test_other_backends_are_forecast_with_what_is_known_of_them() -> None:
     forecast = forked.compile().explain(backend=FakeModel(), q="Why?")
     assert [call.predicted.generated_tokens for call in forecast.calls] == [6, 7, 8, 9, 5]
     assert forecast.prompt_tokens == forecast.cached_tokens + forecast.computed_tokens
-    with pytest.raises(ValueError, match="is_warm: only the cache of an engine in this process"):
+    with pytest.raises(ValueError, match="is_warm: the cache of this backend cannot be looked at"):
         forked.compile().explain(backend=FakeModel(), q="Why?", is_warm=True)
 
 
