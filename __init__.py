@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Runtime,
         flush_cache,
         get_server_info,
+        global_config,
         set_default_backend,
     )
     from palmette.lang.beam import Beam, beam
@@ -97,6 +98,7 @@ _PUBLIC = {
     "gen_int": "palmette.lang.generation",
     "gen_string": "palmette.lang.generation",
     "get_server_info": "palmette.lang.backends",
+    "global_config": "palmette.lang.backends",
     "greedy_token_selection": "palmette.lang.choices",
     "image": "palmette.lang.roles",
     "select": "palmette.lang.generation",
@@ -150,6 +152,7 @@ __all__ = [
     "gen_int",
     "gen_string",
     "get_server_info",
+    "global_config",
     "greedy_token_selection",
     "image",
     "select",

@@ -6,11 +6,13 @@ take each other's outputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from palmette.runtime.client import EngineClient
 from palmette.runtime.request import EngineInfo
 
+from .arguments import unknown_argument
 from .session import Session
 from .task import current_body, current_task
 
@@ -74,6 +76,44 @@ def set_default_backend(backend: Backend) -> None:
     _Holder.default = session_of(backend).client
 
 
+class GlobalConfig:
+    """SGLang's `global_config`.
+
+    `default_backend` is what `set_default_backend` sets. `verbosity`, `enable_parallel_encoding`
+    and `enable_precache_with_tracing` are accepted and change nothing: a joined prompt is exact
+    here, and prefixes are shared as they come.
+    """
+
+    def __init__(self) -> None:
+        self.verbosity = 0
+        self.enable_parallel_encoding = True
+        self.enable_precache_with_tracing = True
+
+    @property
+    def default_backend(self) -> EngineClient | None:
+        return _Holder.default
+
+    @default_backend.setter
+    def default_backend(self, backend: Backend) -> None:
+        set_default_backend(backend)
+
+    @property
+    def skip_special_tokens_in_output(self) -> bool:
+        """True; `gen(skip_special_tokens=False)` shows them."""
+        return True
+
+    @skip_special_tokens_in_output.setter
+    def skip_special_tokens_in_output(self, value: bool) -> None:
+        if not value:
+            raise ValueError(
+                "skip_special_tokens_in_output: False has no effect on all gens here; write "
+                "gen(skip_special_tokens=False) where they are wanted"
+            )
+
+
+global_config = GlobalConfig()
+
+
 def flush_cache(backend: Backend | None = None) -> bool:
     """Forget all prefixes; False when something still runs."""
     return session_of(backend).flush_cache()
@@ -84,17 +124,48 @@ def get_server_info(backend: Backend | None = None) -> EngineInfo:
     return session_of(backend).client.info()
 
 
+# SGLang's names of what EngineConfig has, and the values of others that ask for nothing.
+_RENAMED = {
+    "max_total_tokens": "kv_tokens",
+    "kv_cache_dtype": "kv_dtype",
+    "random_seed": "seed",
+    "served_model_name": "served_name",
+}
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "tp_size": (1,),
+    "pp_size": (1,),
+    "dp_size": (1,),
+    "log_level": ("debug", "info", "warning", "error", "critical"),
+}
+
+
 class Runtime:
     """SGLang's name for an engine in this process: an EngineClient that loads `model_path`.
 
-    Other keyword arguments are fields of `EngineConfig`.
+    Other keyword arguments are fields of `EngineConfig`, or SGLang's names of them.
+
+    Raises:
+        TypeError: there is no such option here.
     """
 
-    def __init__(self, model_path: str, **config: object) -> None:
+    def __init__(self, model_path: str, **options: object) -> None:
         from palmette.runtime.config import EngineConfig
         from palmette.runtime.engine import Engine
 
-        self.engine = Engine.load(EngineConfig(model=model_path, **config))  # type: ignore[arg-type]
+        known = {field.name for field in fields(EngineConfig)} - {"model"}
+        config: dict[str, Any] = {}
+        for name, value in options.items():
+            if value in _NEUTRAL.get(name, ()):
+                continue
+            if name in _NEUTRAL:
+                raise TypeError(f"Runtime() takes {name} {_NEUTRAL[name][0]!r} only, not {value!r}")
+            field_name = _RENAMED.get(name, name)
+            if field_name not in known:
+                options = sorted({*known, *_RENAMED})
+                remedy = f"; its options are {', '.join(options)}"
+                raise unknown_argument("Runtime()", name, options, remedy)
+            config[field_name] = value
+        self.engine = Engine.load(EngineConfig(model=model_path, **config))
         self._client = session_of(self.engine).client
         self.submit = self._client.submit
         self.abort = self._client.abort
@@ -106,12 +177,17 @@ class Runtime:
         self.close = self._client.close
 
     @property
-    def endpoint(self) -> EngineClient:
-        """The client behind this runtime."""
-        return self._client
+    def endpoint(self) -> Runtime:
+        """This runtime; SGLang's has its client there."""
+        return self
 
     def get_model_name(self) -> str:
         return self.info().model
+
+    def get_server_info(self) -> dict[str, Any]:
+        """What the engine is, under SGLang's names; see `info`."""
+        info = asdict(self.info())
+        return info | {"model_path": info["model"], "tokenizer_path": info["model"]}
 
     def shutdown(self) -> None:
         """Release the engine."""

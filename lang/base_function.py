@@ -56,11 +56,13 @@ class BaseFunction:
     def trace(self, *args: object, **kwargs: object) -> Program:
         """Record the program with these arguments; `print` shows its operations.
 
+        What is not given is a placeholder.
+
         Raises:
             ConcretizationError: the program needs a text that no model has generated.
         """
         self._check_names(kwargs, self.arg_names)
-        given = self._signature.bind(None, *args, **{**self.bound, **kwargs})
+        given = self._signature.bind_partial(None, *args, **{**self.bound, **kwargs})
         return compile_function(
             self.func,
             self._signature,
@@ -84,6 +86,16 @@ class BaseFunction:
         given = {**self.bound, **constants}
         num_spec = self.num_api_spec_tokens
         return optimised(compile_function(self.func, self._signature, given, num_spec=num_spec))
+
+    def cache(self, backend: Backend | None = None) -> None:
+        """Have the constant text computed and cached that every run of this program begins with.
+
+        Raises:
+            ProgramError: the backend failed.
+        """
+        from .warm_up import cache_prefix
+
+        cache_prefix(self.func, self._signature, self.bound, backend)
 
     def _call(
         self, args: tuple[object, ...], kwargs: Mapping[str, object]

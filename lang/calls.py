@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from msgspec import structs
+
 from palmette.runtime.reasoning import TokenCounter
 from palmette.runtime.request import (
     ErrorInfo,
@@ -22,7 +24,7 @@ from palmette.runtime.request import (
     SamplingParams,
 )
 
-from .choices import ChoiceScores, Score, means
+from .choices import ChoiceScores, Score, decide, means, needs_unconditional
 from .content import Content, Encoder, choice_ids, kept_ids, prompt_ids
 from .ir import Gen, Select
 from .meta import Meta, cached_details, request_meta, rows, top_rows
@@ -142,12 +144,29 @@ class _Streams:
         return None
 
 
+class _Look(Stream):
+    """A request whose log-probabilities are wanted, and not its token."""
+
+    __slots__ = ()
+
+    def push(self, output: Output) -> bool:
+        return super().push(structs.replace(output, text="", token_ids=()))
+
+
+def _looks_ahead(node: Gen) -> bool:
+    options = node.options
+    return options.sampling.max_new_tokens == 0 and options.logprobs.output
+
+
 class GenCall(_Streams):
     """A Gen under way: one request per choice.
 
     With `retry`, what fails is asked again: after a pause where the server was overloaded or not
     reached; at once, and with another seed, where a text is no value of the type. Until the last
     try no text is shown, as it may not be the one that stays.
+
+    A gen of no tokens that asks for log-probabilities looks at the distribution of the next token:
+    one is drawn and not kept.
     """
 
     def __init__(
@@ -162,6 +181,9 @@ class GenCall(_Streams):
         if start is not None and start > len(prompt):
             logprobs = LogprobOptions(output=True, num_top=logprobs.num_top)
         count = options.num_choices
+        sampling = options.sampling
+        if _looks_ahead(node):
+            sampling = replace(sampling, max_new_tokens=1)
         self._ids = [request_id if count == 1 else f"{request_id}.{i}" for i in range(count)]
         told = outlook.of_choices(prompt, count)
         if options.overrun_tokens and count == 1:
@@ -170,7 +192,7 @@ class GenCall(_Streams):
             Request(
                 request_id=self._ids[index],
                 prompt_ids=prompt,
-                sampling=options.sampling,
+                sampling=sampling,
                 grammar=options.grammar,
                 reasoning=options.reasoning,
                 logprobs=logprobs,
@@ -274,6 +296,8 @@ class GenCall(_Streams):
         return meta
 
     def _stream(self, request: Request) -> Stream:
+        if _looks_ahead(self._node):
+            return _Look(request)
         return Stream(request, separate_reasoning=self._node.options.separate_reasoning)
 
     def _num_reasoning_tokens(self, stream: Stream, reasoning: Reasoning) -> int:
@@ -301,7 +325,7 @@ class SelectCall(_Streams):
             _scoring(f"{request_id}.{index}", prompt, start, hint)
             for index, (prompt, hint) in enumerate(zip(prompts, told, strict=True))
         ]
-        if node.method.needs_unconditional:
+        if needs_unconditional(node.method):
             alone = encoder.start_ids or prompts[0][:1]
             requests += [
                 _scoring(f"{request_id}.u{index}", alone + prompt[start:], len(alone), ReuseHint())
@@ -324,9 +348,9 @@ class SelectCall(_Streams):
         scores = ChoiceScores(
             choices=node.choices,
             scores=conditional,
-            unconditional=unconditional if node.method.needs_unconditional else None,
+            unconditional=unconditional if needs_unconditional(node.method) else None,
         )
-        decision = node.method(scores)
+        decision = decide(node.method, scores)
         choice = node.choices[decision.index]
         usages = [stream.usage for stream in self.streams]
         meta: Meta = {

@@ -1,15 +1,16 @@
 """How `select` decides: methods over the log-probabilities of the choices' tokens.
 
 Three of them and their names are those of SGLang's frontend. Each gets, per choice, at least one
-scored token with a real log-probability; see `calls.SelectCall`.
+scored token with a real log-probability; see `calls.SelectCall`. They can be called as SGLang's
+are, and a method written for SGLang decides here (`decide`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 
 
 class Score(NamedTuple):
@@ -43,31 +44,142 @@ class ChoicesMethod(Protocol):
         """Whether `ChoiceScores.unconditional` must be there; costs one request per choice."""
         ...
 
-    def __call__(self, scores: ChoiceScores) -> Decision:
+    def __call__(self, scores: ChoiceScores, /) -> Decision:
         """Decide; of equally good choices the first."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLengthNormalized:
+class ChoicesDecision:
+    """What a method of SGLang's form gives: the best choice, and what it adds to the meta
+    information."""
+
+    decision: str
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+# Per choice its tokens: log-probability, id and text, as the meta information has them.
+_Rows: TypeAlias = Sequence[Sequence[Sequence[Any]]]
+
+
+class ChoicesSamplingMethod:
+    """A method of `select`; what SGLang's methods are derived from is this here.
+
+    `decide` makes the decision. Called with `ChoiceScores`, a method gives its `Decision`; called
+    with SGLang's keyword arguments, a `ChoicesDecision`.
+    """
+
+    __slots__ = ()
+
+    @property
+    def requires_unconditional_logprobs(self) -> bool:
+        """SGLang's name of `needs_unconditional`."""
+        return False
+
+    @property
+    def needs_unconditional(self) -> bool:
+        return self.requires_unconditional_logprobs
+
+    def decide(self, scores: ChoiceScores) -> Decision:
+        """The best choice; of equally good ones the first."""
+        raise NotImplementedError
+
+    @overload
+    def __call__(self, scores: ChoiceScores, /) -> Decision: ...
+    @overload
+    def __call__(
+        self,
+        /,
+        *,
+        choices: Sequence[str],
+        normalized_prompt_logprobs: Sequence[float],
+        input_token_logprobs: _Rows,
+        output_token_logprobs: _Rows,
+        unconditional_token_logprobs: _Rows | None = None,
+    ) -> ChoicesDecision: ...
+
+    def __call__(
+        self, scores: ChoiceScores | None = None, /, **given: Any
+    ) -> Decision | ChoicesDecision:
+        if scores is not None:
+            return self.decide(scores)
+        return _decide_given(self, **given)
+
+
+def _decide_given(
+    method: ChoicesSamplingMethod,
+    *,
+    choices: Sequence[str],
+    input_token_logprobs: _Rows,
+    unconditional_token_logprobs: _Rows | None = None,
+    **told: Any,
+) -> ChoicesDecision:
+    alone = unconditional_token_logprobs
+    if method.needs_unconditional and alone is None:
+        raise ValueError("unconditional_token_logprobs: this method needs them")
+    scores = ChoiceScores(
+        choices=tuple(choices),
+        scores=_scores_of(input_token_logprobs),
+        unconditional=None if alone is None else _scores_of(alone),
+    )
+    decision = method.decide(scores)
+    meta = {**told, "input_token_logprobs": input_token_logprobs, **decision.meta}
+    return ChoicesDecision(choices[decision.index], meta)
+
+
+def _scores_of(rows: _Rows) -> tuple[tuple[Score, ...], ...]:
+    """Rows of log-probability, id and text; a first token has no log-probability of its own."""
+    return tuple(
+        tuple(Score(0.0 if row[0] is None else row[0], *row[1:]) for row in tokens)
+        for tokens in rows
+    )
+
+
+def needs_unconditional(method: ChoicesMethod) -> bool:
+    """Whether a method, SGLang's too, needs `ChoiceScores.unconditional`."""
+    told = getattr(method, "requires_unconditional_logprobs", None)
+    return method.needs_unconditional if told is None else bool(told)
+
+
+def decide(method: ChoicesMethod, scores: ChoiceScores) -> Decision:
+    """What a method decides: one of ours, or one with SGLang's keyword arguments.
+
+    Raises:
+        ValueError: it gives a text that is no choice.
+    """
+    is_sglangs = hasattr(method, "requires_unconditional_logprobs")
+    if not is_sglangs or type(method).__call__ is ChoicesSamplingMethod.__call__:
+        return method(scores)
+    call: Any = method
+    given = call(
+        choices=list(scores.choices),
+        normalized_prompt_logprobs=means(scores.scores),
+        input_token_logprobs=[list(tokens) for tokens in scores.scores],
+        output_token_logprobs=[[] for _ in scores.choices],
+        unconditional_token_logprobs=scores.unconditional
+        and [list(tokens) for tokens in scores.unconditional],
+    )
+    if given.decision not in scores.choices:
+        raise ValueError(f"choices_method: it gave {given.decision!r:.80}, which is no choice")
+    return Decision(index=scores.choices.index(given.decision), meta=dict(given.meta_info or {}))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLengthNormalized(ChoicesSamplingMethod):
     """The largest mean log-probability per token."""
 
-    needs_unconditional: bool = False
-
-    def __call__(self, scores: ChoiceScores) -> Decision:
+    def decide(self, scores: ChoiceScores) -> Decision:
         return Decision(index=_argmax(means(scores.scores)), meta={})
 
 
 @dataclass(frozen=True, slots=True)
-class GreedyTokenSelection:
+class GreedyTokenSelection(ChoicesSamplingMethod):
     """Token by token the most probable, as greedy decoding among the choices would.
 
     A choice that has ended stands in later columns with its mean.
     """
 
-    needs_unconditional: bool = False
-
-    def __call__(self, scores: ChoiceScores) -> Decision:
+    def decide(self, scores: ChoiceScores) -> Decision:
         width = max(len(tokens) for tokens in scores.scores)
         matrix = [
             [token.logprob for token in tokens] + [mean] * (width - len(tokens))
@@ -83,12 +195,14 @@ class GreedyTokenSelection:
 
 
 @dataclass(frozen=True, slots=True)
-class UnconditionalLikelihoodNormalized:
+class UnconditionalLikelihoodNormalized(ChoicesSamplingMethod):
     """The largest mean gain of log-probability that the prompt gives over no prompt."""
 
-    needs_unconditional: bool = True
+    @property
+    def requires_unconditional_logprobs(self) -> bool:
+        return True
 
-    def __call__(self, scores: ChoiceScores) -> Decision:
+    def decide(self, scores: ChoiceScores) -> Decision:
         assert scores.unconditional is not None  # asked for by needs_unconditional
         gains = [
             sum(a.logprob - b.logprob for a, b in zip(given, alone, strict=True)) / len(given)
@@ -102,7 +216,7 @@ class UnconditionalLikelihoodNormalized:
 
 
 @dataclass(frozen=True, slots=True)
-class ConstrainedLikelihood:
+class ConstrainedLikelihood(ChoicesSamplingMethod):
     """The choice that decoding constrained to the choices gives with the largest probability.
 
     Where choices part, the probabilities of the tokens that lead to some choice are scaled to sum
@@ -111,9 +225,7 @@ class ConstrainedLikelihood:
     before it, and `choice_probabilities` in the meta information sum to 1.
     """
 
-    needs_unconditional: bool = False
-
-    def __call__(self, scores: ChoiceScores) -> Decision:
+    def decide(self, scores: ChoiceScores) -> Decision:
         logprobs = [0.0] * len(scores.scores)
         groups = [(list(range(len(scores.scores))), 0)]
         while groups:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -314,21 +315,11 @@ def compile_function(
         ConcretizationError: it needs a value that is not known yet; names the line.
     """
     tracing = Tracing()
-    host = TracingHost(tracing, RunDefaults(), num_spec=num_spec)
-    state: StateWriter = ProgramState(host)
-    if inspect.iscoroutinefunction(func):
-        from .async_tracing import TracedAsyncState, finished  # asyncio is slow to import
-
-        state, func = TracedAsyncState(host), finished(func)
     parameters = _parameters(signature, constants, len(args))
-    given = {parameter.name: Arg.of(parameter.name, tracing.holes) for parameter in parameters}
-    token = _TRACING.set(tracing)
     try:
-        returned = func(state, *args, **constants, **given)
+        state, returned = _record(tracing, func, parameters, constants, args, num_spec)
     except TypeError as error:
         raise _located_type_error(error) or error from error
-    finally:
-        _TRACING.reset(token)
     return Program(
         name=func.__name__,
         parameters=parameters,
@@ -339,6 +330,39 @@ def compile_function(
         result=tracing.frozen(returned),
         branches=tracing.branches,
     )
+
+
+def record_start(
+    func: Callable[..., object], signature: inspect.Signature, constants: Mapping[str, object]
+) -> tuple[Node, ...]:
+    """The operations that `func` records before it needs a value that is not known."""
+    tracing = Tracing()
+    with suppress(Exception):  # an error of the function itself is told by a run
+        _record(tracing, func, _parameters(signature, constants, 0), constants, (), None)
+    return tuple(tracing.nodes)
+
+
+def _record(
+    tracing: Tracing,
+    func: Callable[..., object],
+    parameters: Sequence[Parameter],
+    constants: Mapping[str, object],
+    args: Sequence[object],
+    num_spec: int | None,
+) -> tuple[StateWriter, object]:
+    """Call `func`, with placeholders for `parameters`."""
+    host = TracingHost(tracing, RunDefaults(), num_spec=num_spec)
+    state: StateWriter = ProgramState(host)
+    if inspect.iscoroutinefunction(func):
+        from .async_tracing import TracedAsyncState, finished  # asyncio is slow to import
+
+        state, func = TracedAsyncState(host), finished(func)
+    given = {parameter.name: Arg.of(parameter.name, tracing.holes) for parameter in parameters}
+    token = _TRACING.set(tracing)
+    try:
+        return state, func(state, *args, **constants, **given)
+    finally:
+        _TRACING.reset(token)
 
 
 def _parameters(

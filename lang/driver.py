@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .errors import BackendError
-from .meta import Meta
+from .meta import Meta, num_scored, since
 from .task import INTERRUPTED, STALLED, AsyncBody, current_body, settled
 
 if TYPE_CHECKING:
@@ -204,13 +204,14 @@ class AsyncDriver:
 async def pieces_async(
     state: StateReader, session: Session | None, watched: Sequence[object], name: str | None
 ) -> AsyncIterator[tuple[str, Meta]]:
-    """New text of a variable, or of the whole state, as it comes."""
-    shown = 0
+    """New text of a variable, or of the whole state, as it comes; with its meta information."""
+    shown = num_shown = 0
     while True:
         text, meta, is_all = state._progress(name)
         if len(text) > shown:
             piece, shown = text[shown:], len(text)
-            yield piece, meta
+            yield piece, since(meta, num_shown)
+            num_shown = num_scored(meta)
         if is_all:
             return
         assert session is not None  # without one, `_progress` has raised

@@ -154,11 +154,7 @@ class ProgramRun:
                 self._calls[request_of(issue).request_id] = (node, call)
             return again
         self.records.append(record_of(node, call.all_streams))
-        failure = call.failure()
-        if failure is None:
-            self._finish(node, call.result())
-        else:
-            self._finish(node, program_error(node, failure, self._contents[node.source]))
+        self._finish(node, close_call(node, call, self._contents[node.source]))
         return self._advance()
 
     def content(self, state: StateId) -> Content | ProgramError | None:
@@ -331,6 +327,22 @@ def open_call(
         return make(node, source, encoder, request_id, outlook)  # type: ignore[arg-type]
     except (ValueError, BackendError) as error:
         return program_error(node, ErrorInfo(code="invalid_value", message=str(error)), source)
+
+
+def close_call(
+    node: Gen | Select, call: PendingCall, source: Content | ProgramError | None
+) -> Result | ProgramError:
+    """What a complete call gave; what the user's choices method raises fails its select alone."""
+    failure = call.failure()
+    if failure is not None:
+        return program_error(node, failure, source)
+    try:
+        return call.result()
+    except Exception as error:  # the fault boundary of a program: the user's code
+        message = f"choices_method: {type(error).__name__}: {error}"
+        failed = program_error(node, ErrorInfo(code="call", message=message), source)
+        failed.__cause__ = error
+        return failed
 
 
 def call_function(node: Call, values: list[object]) -> Result | ProgramError:

@@ -19,19 +19,13 @@ from palmette.runtime.request import LogprobOptions, SamplingParams
 from palmette.runtime.text import well_formed
 
 from .choices import ChoicesMethod
-from .ir import GenOptions, Slot, Template
+from .ir import REGEX_BOOL, REGEX_FLOAT, REGEX_INT, REGEX_STR, GenOptions, Slot, Template
 from .typed import OutputType
 
 Stop: TypeAlias = str | tuple[str, ...]
 T = TypeVar("T")
 
-# The patterns of SGLang's dtypes. Numbers also stop at a blank or line feed.
-_DTYPE_REGEX = {
-    "int": r"[-+]?[0-9]+[ \n]*",
-    "float": r"[-+]?[0-9]*\.?[0-9]+[ \n]*",
-    "bool": r"(True|False)",
-    "str": r"\"[\w\d\s]*\"",
-}
+_DTYPE_REGEX = {"int": REGEX_INT, "float": REGEX_FLOAT, "bool": REGEX_BOOL, "str": REGEX_STR}
 _NUMBER_STOPS = (" ", "\n")
 
 

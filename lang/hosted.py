@@ -11,6 +11,7 @@ import json
 import queue
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -37,6 +38,17 @@ _MAX_STREAMS = 64
 _CODES = {401: "unauthorized", 403: "unauthorized", 404: "not_found", 429: "overloaded"}
 
 
+@dataclass(slots=True)
+class TokenUsage:
+    """Tokens that an API has counted, of all requests since `reset`."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def reset(self) -> None:
+        self.prompt_tokens = self.completion_tokens = 0
+
+
 class HostedClient:
     """An EngineClient of an API that takes text. Subclasses say how a call is written and read."""
 
@@ -50,6 +62,7 @@ class HostedClient:
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
+        self.token_usage = TokenUsage()
         self._info = info
         self._characters = Characters()
         self._arrived: queue.SimpleQueue[Output] = queue.SimpleQueue()
@@ -118,6 +131,8 @@ class HostedClient:
         for output in outputs:
             if output.finish is not None:
                 self._open.discard(output.request_id)
+                self.token_usage.prompt_tokens += output.usage.prompt_tokens
+                self.token_usage.completion_tokens += output.usage.completion_tokens
         return outputs
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:

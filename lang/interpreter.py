@@ -14,7 +14,14 @@ from .calls import PendingCall, Result, continue_with
 from .choices import ChoicesMethod
 from .content import Content, extend, splice, text_of
 from .errors import ProgramError
-from .executor import CallRecord, call_function, open_call, program_error, record_of
+from .executor import (
+    CallRecord,
+    call_function,
+    close_call,
+    open_call,
+    program_error,
+    record_of,
+)
 from .ir import (
     ROOT,
     Call,
@@ -166,8 +173,9 @@ class Interpreter:
         self.session.mark_new(sink)
         self.session.wait(lambda: sink.is_done, (sink,))
         self.records.append(record_of(node, call.all_streams))
-        failure = sink.failure or call.failure()
-        return call.result() if failure is None else program_error(node, failure, source)
+        if sink.failure is not None:
+            return program_error(node, sink.failure, source)
+        return close_call(node, call, source)
 
     def _noted(self, outcome: Result | ProgramError) -> Result | ProgramError:
         if isinstance(outcome, ProgramError) and self.error is None:

@@ -29,6 +29,12 @@ ValueId = NewType("ValueId", int)
 
 ROOT = StateId(0)  # the empty prefix every program starts from
 
+# The patterns of SGLang's dtypes, under its names. Numbers also stop at a blank or line feed.
+REGEX_INT = r"[-+]?[0-9]+[ \n]*"
+REGEX_FLOAT = r"[-+]?[0-9]*\.?[0-9]+[ \n]*"
+REGEX_BOOL = r"(True|False)"
+REGEX_STR = r"\"[\w\d\s]*\""
+
 
 class Line(NamedTuple):
     """Where the user wrote an operation.

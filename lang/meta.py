@@ -60,6 +60,28 @@ def _finish_meta(stream: Stream) -> Meta | None:
     return meta
 
 
+_PER_TOKEN = ("output_token_logprobs", "output_top_logprobs")
+
+
+def num_scored(meta: Meta) -> int:
+    """How many generated tokens have their log-probabilities in it."""
+    scored = meta.get(_PER_TOKEN[0])
+    return len(scored) if isinstance(scored, list) else 0
+
+
+def since(meta: Meta, num_shown: int) -> Meta:
+    """The meta information of a piece of a stream: log-probabilities of its own tokens only.
+
+    `output_token_logprobs_length` counts those of all pieces so far, as in SGLang's streams.
+    """
+    if _PER_TOKEN[0] not in meta:
+        return meta
+    fresh = {
+        name: rows[num_shown:] for name in _PER_TOKEN if isinstance(rows := meta.get(name), list)
+    }
+    return meta | fresh | {"output_token_logprobs_length": num_scored(meta)}
+
+
 class _TextsOf(Protocol):
     def __call__(self, token_ids: Sequence[int], /) -> list[str]: ...
 

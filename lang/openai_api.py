@@ -31,6 +31,7 @@ from .overrun import Asker, Overruns, may_overrun
 _URL = "https://api.openai.com/v1"
 _FINISH = {"length": FinishReason.LENGTH}
 _NEUTRAL = SamplingParams()
+_COMPLETES_TEXT = ("-instruct", "-002")
 
 
 class OpenAI(HostedClient):
@@ -39,6 +40,7 @@ class OpenAI(HostedClient):
         pm.set_default_backend(pm.OpenAI("gpt-4.1-mini"))
         local = pm.OpenAI("my-model", base_url="http://127.0.0.1:8000/v1", is_chat_model=False)
 
+    `is_chat_model` None: by the name; OpenAI's `...-instruct` and `...-002` models complete text.
     The chat API takes roles alone, and a `gen` at the beginning of an assistant's message; the
     completions API takes any text. `api_key` is by default that of the environment variable
     `OPENAI_API_KEY`; an empty one is not sent. `extra_body` is sent along with every request. What
@@ -48,7 +50,7 @@ class OpenAI(HostedClient):
     def __init__(
         self,
         model_name: str,
-        is_chat_model: bool = True,
+        is_chat_model: bool | None = None,
         *,
         base_url: str = _URL,
         api_key: str | None = None,
@@ -59,6 +61,8 @@ class OpenAI(HostedClient):
         key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
         if key is None and base_url == _URL:
             raise ValueError("api_key: is missing; give one or set OPENAI_API_KEY")
+        if is_chat_model is None:
+            is_chat_model = not model_name.endswith(_COMPLETES_TEXT)
         super().__init__(
             hosted_info(model_name, "openai", is_chat=is_chat_model),
             base_url=base_url,

@@ -69,6 +69,15 @@ class Program:
         print(self)
 
     @property
+    def last_node(self) -> Program:
+        """This program; SGLang prints a trace by `tracer.last_node.print_graph_dfs()`."""
+        return self
+
+    def print_graph_dfs(self) -> str:
+        """The operations as text; SGLang's name for `str(program)`."""
+        return str(self)
+
+    @property
     def arg_names(self) -> list[str]:
         return [parameter.name for parameter in self.parameters]
 

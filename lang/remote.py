@@ -447,6 +447,11 @@ class RuntimeEndpoint(HttpClient):
         super().__init__(base_url, api_key=api_key, verify=verify)
         self.chat_template_name = chat_template_name
 
+    @property
+    def model_info(self) -> dict[str, Any]:
+        """What the server says of its model: `model_path`, `tokenizer_path`, ..."""
+        return self._call("GET", "/get_model_info", None)
+
     def get_model_name(self) -> str:
         return self.info().model
 

@@ -128,6 +128,13 @@ class ProgramState(StateReader):
         self._host.raise_body_error()
         return None if self._host.task is None else self._host.task.value
 
+    def __repr__(self) -> str:
+        """SGLang's form, with the text so far; waits for nothing."""
+        try:
+            return f"ProgramState({self._host.reading.text_so_far(self._state)[0]})"
+        except Exception as error:  # a failed operation, or one that is only recorded
+            return f"ProgramState({type(error).__name__}: {error})"
+
     # Streaming
 
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:

@@ -65,6 +65,7 @@ async def server_info(request: Request) -> Response:
     return JsonBody(
         {
             "model_path": info.model,
+            "tokenizer_path": info.model,
             "served_model_name": info.model,
             "version": info.version,
             "dp_size": 1,

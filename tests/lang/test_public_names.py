@@ -70,7 +70,7 @@ def test_a_name_is_loaded_once() -> None:
 
 SGLANG_NAMES = [
     "Engine", "Runtime", "RuntimeEndpoint", "assistant", "assistant_begin", "assistant_end",
-    "flush_cache", "function", "gen", "gen_int", "gen_string", "get_server_info",
+    "flush_cache", "function", "gen", "gen_int", "gen_string", "get_server_info", "global_config",
     "greedy_token_selection", "image", "select", "set_default_backend", "system", "system_begin",
     "system_end", "token_length_normalized", "unconditional_likelihood_normalized", "user",
     "user_begin", "user_end", "video",

@@ -6,8 +6,10 @@ Sources: sgl-project/sglang issues 2755, 375, 10640 and its frontend of 0.5.23.
 from __future__ import annotations
 
 import pytest
+from pydantic import BaseModel, field_validator
 
 import palmette as pm
+from palmette.lang.choices import ChoiceScores, ChoicesMethod, Decision
 from palmette.lang.testing import FakeModel
 from palmette.runtime.client import EngineClient, LocalClient
 from palmette.runtime.fake_runner import fake_engine
@@ -185,3 +187,47 @@ def test_binding_keeps_the_number_of_speculative_tokens() -> None:
 
     assert program.bind(a="1").num_api_spec_tokens == 8
     assert "extend %0 '1'" in str(program.bind(a="1").trace())
+
+
+class Broken:
+    """A choices method with a bug."""
+
+    needs_unconditional = False
+
+    def __call__(self, scores: ChoiceScores) -> Decision:
+        raise ZeroDivisionError("a bug of the user")
+
+
+class Picky(BaseModel):
+    age: int
+
+    @field_validator("age")
+    @classmethod
+    def check(cls, age: int) -> int:
+        raise LookupError("no such age")
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_user_code_that_raises_fails_its_own_operation_alone(eager: bool) -> None:
+    @pm.function
+    def program(s: pm.ProgramState, is_broken: bool) -> None:
+        method: ChoicesMethod = Broken() if is_broken else pm.token_length_normalized
+        fork = s.fork(1)[0]
+        fork["person"] = pm.gen(Picky)
+        s["person_fork"] = fork
+        s += "x" + pm.select("a", [" yes", " no"], choices_method=method)
+
+    model = FakeModel()
+    states = [program.run(kind, backend=model, eager=eager) for kind in (True, False, True)]
+    states += program.run_batch([(kind,) for kind in (False, True, False)], backend=model)
+    for state, is_broken in zip(states, (True, False, True, False, True, False), strict=True):
+        if is_broken:
+            with pytest.raises(pm.ProgramError, match="ZeroDivisionError: a bug of the user") as it:
+                state["a"]
+            assert it.value.code == "call"
+            assert isinstance(it.value.__cause__, ZeroDivisionError)
+        else:
+            assert state["a"] in (" yes", " no")
+        with pytest.raises(pm.ProgramError, match="no such age") as refused:
+            state["person_fork"]["person"]
+        assert refused.value.code == "validation"
