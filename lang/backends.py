@@ -161,9 +161,9 @@ class Runtime:
                 raise TypeError(f"Runtime() takes {name} {_NEUTRAL[name][0]!r} only, not {value!r}")
             field_name = _RENAMED.get(name, name)
             if field_name not in known:
-                options = sorted({*known, *_RENAMED})
-                remedy = f"; its options are {', '.join(options)}"
-                raise unknown_argument("Runtime()", name, options, remedy)
+                names = sorted({*known, *_RENAMED})
+                remedy = f"; its options are {', '.join(names)}"
+                raise unknown_argument("Runtime()", name, names, remedy)
             config[field_name] = value
         self.engine = Engine.load(EngineConfig(model=model_path, **config))
         self._client = session_of(self.engine).client
