@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from palmette.lang.errors import ConcretizationError, ProgramError
     from palmette.lang.explain import explain, format_tree
-    from palmette.lang.generation import gen, gen_int, gen_string, select
+    from palmette.lang.generation import gen, gen_int, gen_string, select, separate_reasoning
     from palmette.lang.openai_api import OpenAI
     from palmette.lang.remote import HttpClient, RuntimeEndpoint
     from palmette.lang.roles import (
@@ -102,6 +102,7 @@ _PUBLIC = {
     "greedy_token_selection": "palmette.lang.choices",
     "image": "palmette.lang.roles",
     "select": "palmette.lang.generation",
+    "separate_reasoning": "palmette.lang.generation",
     "set_default_backend": "palmette.lang.backends",
     "system": "palmette.lang.roles",
     "system_begin": "palmette.lang.roles",
@@ -156,6 +157,7 @@ __all__ = [
     "greedy_token_selection",
     "image",
     "select",
+    "separate_reasoning",
     "set_default_backend",
     "system",
     "system_begin",

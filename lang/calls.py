@@ -282,7 +282,7 @@ class GenCall(_Streams):
     def _meta(self, stream: Stream) -> Meta:
         meta = request_meta(stream)
         options = self._node.options
-        if options.reasoning is not None:
+        if options.reasoning is not None and stream.usage.api_calls is None:
             meta["reasoning_tokens"] = self._num_reasoning_tokens(stream, options.reasoning)
         if stream.split is not None:
             meta["reasoning_content"] = stream.split.reasoning

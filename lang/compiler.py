@@ -23,7 +23,7 @@ from .content import Content
 from .errors import ConcretizationError, ProgramError
 from .executor import CallRecord
 from .expressions import GenArguments, PlannedOptions, RunDefaults
-from .host import Bound, Gathered, Host, Span, caller_line
+from .host import Bound, Gathered, Host, Span, Thought, caller_line
 from .ir import (
     ROOT,
     GenOptions,
@@ -165,7 +165,7 @@ class Tracing(NodeMaker):
                 if isinstance(hole, Quote):
                     return Span(hole.base, hole.tip)
                 return Bound(hole.value) if hole.which is None else Item(hole.value, hole.which)
-            case Bound() | Span():
+            case Bound() | Span() | Thought():
                 return value
             case str():
                 return self.holes.template(value)

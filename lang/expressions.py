@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from palmette.constrained.spec import GrammarKind, GrammarSpec
-from palmette.runtime.reasoning import reasoning_until
-from palmette.runtime.request import LogprobOptions, SamplingParams
+from palmette.runtime.reasoning import reasoning_of, reasoning_until
+from palmette.runtime.request import LogprobOptions, Reasoning, SamplingParams
 from palmette.runtime.text import well_formed
 
 from .choices import ChoicesMethod
@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _DTYPE_REGEX = {"int": REGEX_INT, "float": REGEX_FLOAT, "bool": REGEX_BOOL, "str": REGEX_STR}
 _NUMBER_STOPS = (" ", "\n")
+_MARKED_BY_TOKENS = "gpt-oss"  # the marks of its thinking are control tokens
 
 
 class Expr:
@@ -100,6 +101,16 @@ class GenExpr(Expr, Generic[T]):
         return GenExpr(name, self.arguments)
 
 
+class ThinkingExpr(GenExpr[T]):
+    """A gen of `separate_reasoning`: the state goes on with the answer alone."""
+
+    __slots__ = ()
+
+    def named(self, name: str) -> ThinkingExpr[T]:
+        _check_unnamed(self.name, name)
+        return ThinkingExpr(name, self.arguments)
+
+
 def _check_unnamed(own: str | None, name: str) -> None:
     if own not in (None, name):
         raise ValueError(f"{own!r} cannot be bound to {name!r} too; give it no name of its own")
@@ -162,6 +173,7 @@ class GenArguments(NamedTuple):
     retry: int = 0
     type: OutputType[Any] | None = None
     num_api_spec_tokens: int | None = None  # of the program
+    reasoning_model: str | None = None  # of separate_reasoning()
 
     def slots(self) -> list[tuple[str, Slot]]:
         """The parameters that arguments of a compiled program give."""
@@ -253,7 +265,9 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
         stop_token_ids=_or(arguments.stop_token_ids, defaults.stop_token_ids or ()),
         stop_regex=_or(arguments.stop_regex, defaults.stop_regex or ()),
         ignore_eos=_or(arguments.ignore_eos, defaults.ignore_eos),
-        skip_special_tokens=_or(arguments.skip_special_tokens, True),
+        skip_special_tokens=_or(
+            arguments.skip_special_tokens, arguments.reasoning_model != _MARKED_BY_TOKENS
+        ),
     )
     num_choices = _or(arguments.n, defaults.n)
     if num_choices < 1:
@@ -266,11 +280,10 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
     timeout_s = arguments.timeout_s
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout: {timeout_s} is out of range; it must be > 0 and finite")
-    end = arguments.reasoning_end
     return GenOptions(
         sampling=sampling,
         grammar=grammar,
-        reasoning=None if end is None else reasoning_until(well_formed(end)),
+        reasoning=_reasoning(arguments, grammar),
         separate_reasoning=arguments.separate_reasoning,
         logprobs=_logprobs(arguments, defaults),
         num_choices=num_choices,
@@ -283,6 +296,14 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
         type=arguments.type,
         overrun_tokens=arguments.num_api_spec_tokens or 0,
     )
+
+
+def _reasoning(arguments: GenArguments, grammar: GrammarSpec | None) -> Reasoning | None:
+    if arguments.reasoning_model is not None:
+        reasoning = reasoning_of(arguments.reasoning_model)
+        return reasoning if grammar is None else replace(reasoning, is_certain=True)
+    end = arguments.reasoning_end
+    return None if end is None else reasoning_until(well_formed(end))
 
 
 def _logprobs(arguments: GenArguments, defaults: RunDefaults) -> LogprobOptions:

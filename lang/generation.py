@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast, overload
 
+from palmette.runtime.reasoning import reasoning_of
 from palmette.runtime.text import well_formed
 
 from .arguments import ids_of, refuse_unused, stop_of, texts_of
 from .choices import ChoicesMethod, token_length_normalized
-from .expressions import Expr, GenArguments, GenExpr, SelectExpr, dtype_name, grammar_of
+from .expressions import (
+    Expr,
+    GenArguments,
+    GenExpr,
+    SelectExpr,
+    Sum,
+    ThinkingExpr,
+    as_expr,
+    dtype_name,
+    grammar_of,
+)
 from .host import located_at_caller
 from .typed import output_type
 
@@ -319,6 +330,45 @@ def select(
             f"temperature: {temperature} is out of range; select does not sample, it must be 0"
         )
     return SelectExpr(name, _choices(choices), choices_method)
+
+
+@overload
+def separate_reasoning(expr: GenExpr[T], model_type: str) -> GenExpr[T]: ...
+@overload
+def separate_reasoning(expr: Expr | str, model_type: str) -> Expr: ...
+
+
+@located_at_caller
+def separate_reasoning(expr: Expr | str, model_type: str) -> Expr:
+    """`expr` with the thinking taken off from what its gens give.
+
+    The variable of each gen, and the text that the state goes on with, are the answer alone; the
+    thinking is the variable `<name>_reasoning_content`.
+
+    >>> s += pm.separate_reasoning(pm.gen("answer", max_tokens=32), model_type="qwen3")
+    >>> thinking = s["answer_reasoning_content"]
+
+    `model_type` is SGLang's name for how a model writes it: "deepseek-r1", "qwen3", "gpt-oss",
+    "qwen3-thinking", "kimi", "kimi_k2", "glm45", "step3", "mistral", ...
+
+    Raises:
+        ValueError: the kind is not known, or a gen has a `reasoning_end` of its own.
+    """
+    reasoning_of(model_type)
+    return _separated(as_expr(expr), model_type)
+
+
+def _separated(expr: Expr, model_type: str) -> Expr:
+    match expr:
+        case Sum():
+            return Sum(tuple(_separated(term, model_type) for term in expr.terms))
+        case GenExpr():
+            if expr.arguments.reasoning_end is not None:
+                raise ValueError("separate_reasoning and reasoning_end: one says where it ends")
+            arguments = expr.arguments._replace(reasoning_model=model_type, separate_reasoning=True)
+            return ThinkingExpr(expr.name, arguments)
+        case _:
+            return expr
 
 
 def _gen_dtype(dtype: str, **arguments: object) -> Expr:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import NamedTuple, ParamSpec, TypeVar
 
+from .calls import Result
 from .chat import ChatFormat
 from .errors import located
 from .expressions import GenArguments, RunDefaults, resolve
@@ -33,6 +34,19 @@ class Span(NamedTuple):
 
     base: StateId
     tip: StateId
+
+
+class Thought(NamedTuple):
+    """A variable that holds the thinking before a generated value."""
+
+    value: ValueId
+
+    def of(self, result: Result) -> object:
+        """A text, or a list of them for a value with several."""
+        meta = result.meta
+        if isinstance(meta, list):
+            return [one.get("reasoning_content", "") for one in meta]
+        return meta.get("reasoning_content", "")
 
 
 class Gathered(list[object]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from palmette.runtime.request import EngineInfo, RequestError
+from palmette.runtime.request import EngineInfo, Reasoning, RequestError
 from palmette.runtime.text import well_formed
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -104,6 +104,45 @@ def _outside(text: str) -> RequestError:
         field="prompt",
         code="unsupported",
     )
+
+
+class Thinking:
+    """Thinking that an API tells apart, put back before the answer, where the request's split finds
+    it; what no thinking begins is held until it is known to have been some.
+    """
+
+    def __init__(self, reasoning: Reasoning | None) -> None:
+        self._reasoning = reasoning
+        self._is_open = False  # the API tells of thinking, and not yet of the answer
+        self._is_known = reasoning is None or not reasoning.is_certain
+        self._held = ""
+
+    def joined(self, thought: str, text: str) -> str:
+        """What is new of both, as one text."""
+        reasoning = self._reasoning
+        if reasoning is None:
+            return text
+        before = ""
+        if thought:
+            before = thought if self._is_open else reasoning.start + thought
+            self._is_open = self._is_known = True
+        if text and self._is_open:
+            self._is_open = False
+            before += reasoning.end
+        if self._is_known:
+            return before + text
+        self._held += text
+        if reasoning.end not in self._held:
+            return ""
+        self._is_known = True
+        return self.rest(is_cut=True)
+
+    def rest(self, *, is_cut: bool) -> str:
+        """What was held; unless it is cut, a text without an end of thinking is an answer."""
+        held, self._held = self._held, ""
+        if self._is_known or is_cut or self._reasoning is None:
+            return held
+        return self._reasoning.end + held
 
 
 def check_options(what: dict[str, object], api: str) -> None:

@@ -25,7 +25,7 @@ from palmette.runtime.request import (
 )
 
 from .hosted import HostedClient, check_text
-from .hosted_text import END, check_options, hosted_info, messages_of
+from .hosted_text import END, Thinking, check_options, hosted_info, messages_of
 from .overrun import Asker, Overruns, may_overrun
 
 _URL = "https://api.openai.com/v1"
@@ -125,8 +125,7 @@ class OpenAI(HostedClient):
                 "ignore_eos": sampling.ignore_eos,
                 "stop_token_ids": sampling.stop_token_ids,
                 "stop_regex": sampling.stop_regex,
-                "skip_special_tokens": not sampling.skip_special_tokens,
-                "reasoning_end": request.reasoning is not None,
+                "skip_special_tokens": not (sampling.skip_special_tokens or request.reasoning),
                 "return_logprob": request.logprobs.output,
             },
             self._name,
@@ -178,6 +177,7 @@ class OpenAI(HostedClient):
         self, request: Request, events: AsyncIterator[dict[str, Any]]
     ) -> AsyncIterator[Output]:
         request_id, text = request.request_id, ""
+        thinking = Thinking(request.reasoning)
         reason: str | None = "length" if request.sampling.max_new_tokens == 0 else None
         is_asked = request.sampling.max_new_tokens != 0 or request.logprobs.prompt_start is not None
         usage = Usage(api_calls=int(is_asked))
@@ -190,20 +190,30 @@ class OpenAI(HostedClient):
                     scores = self._scores(request, choice.get("logprobs"))
                     continue
                 delta = choice.get("delta") or choice
+                thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
                 piece = delta.get("content" if self._is_chat else "text") or ""
+                text += piece
+                piece = thinking.joined(thought, piece)
                 if piece:
-                    text += piece
                     yield Output(
                         request_id=request_id, text=piece, token_ids=tuple(self.encode(piece))
                     )
         if reason is None:
             return
         finish = Finish(reason=_FINISH.get(reason, FinishReason.STOP))
-        error = check_text(request.grammar, text)
+        rest = thinking.rest(is_cut=finish.reason is FinishReason.LENGTH)
+        answer = text if request.reasoning is None else text.split(request.reasoning.end, 1)[-1]
+        error = check_text(request.grammar, answer)
         if error is not None:
             finish = Finish(reason=FinishReason.ERROR)
         yield Output(
-            request_id=request_id, prompt_logprobs=scores, finish=finish, usage=usage, error=error
+            request_id=request_id,
+            text=rest,
+            token_ids=tuple(self.encode(rest)),
+            prompt_logprobs=scores,
+            finish=finish,
+            usage=usage,
+            error=error,
         )
 
     def _scores(self, request: Request, told: dict[str, Any] | None) -> tuple[TokenLogprob, ...]:

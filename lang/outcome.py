@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .calls import Result
-from .host import Bound, Gathered, Span
+from .host import Bound, Gathered, Span, Thought
 from .ir import Insert, Quote, Slot, StateId, Template, ValueId
 from .placeholders import fill
 from .program import Item
@@ -31,6 +31,8 @@ class Outcome:
         match binding:
             case Bound():
                 return self._counted(self._result(binding.value).value)
+            case Thought():
+                return self._counted(binding.of(self._result(binding.value)))
             case Item():
                 values: Any = self._result(binding.value).value
                 return self._counted(values[binding.which])

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from .expressions import PlannedOptions
-from .host import Bound, Gathered, Span, Turn
+from .host import Bound, Gathered, Span, Thought, Turn
 from .ir import (
     ROOT,
     Call,
@@ -135,7 +135,7 @@ def drop_dead(program: Program) -> Program:
     more than they return: these stay, with all that they need.
     """
     found = readable(program)
-    values = {leaf.value for leaf in found if isinstance(leaf, Bound | Item | Insert)}
+    values = {leaf.value for leaf in found if isinstance(leaf, Bound | Item | Insert | Thought)}
     states = {program.tip, *_states_of([*program.turns, *found])}
     kept: list[Node] = []
     for node in reversed(program.nodes):
@@ -217,7 +217,7 @@ class _Ids:
         """A part of what a variable is bound to."""
         changed: object = value
         match value:
-            case Bound() | Item() | Insert():
+            case Bound() | Item() | Insert() | Thought():
                 changed = value._replace(value=self._values[value.value])
             case Span() | Turn() | Quote():
                 changed = value._replace(base=self._states[value.base], tip=self._states[value.tip])

@@ -28,7 +28,7 @@ from .choices import (
 )
 from .errors import located
 from .expressions import GenArguments, PlannedOptions, RunDefaults
-from .host import Bound, Gathered, Span, Turn
+from .host import Bound, Gathered, Span, Thought, Turn
 from .ir import (
     Call,
     Extend,
@@ -72,6 +72,7 @@ from .program_wire import (
     TemplateRef,
     TextNode,
     TextRef,
+    ThoughtRef,
     TupleRef,
     ValueRef,
     WireParameter,
@@ -247,6 +248,8 @@ def _readable(value: object, place: str, depth: int = 0) -> Readable:
             return ValueRef(value.value)
         case Item():
             return ValueRef(value.value, value.which)
+        case Thought():
+            return ThoughtRef(value.value)
         case Span():
             return TextRef(value.base, value.tip)
         case Template():
@@ -439,6 +442,8 @@ class _Reader:
             case ValueRef():
                 found = self._value(value.value, value.which)
                 return Bound(found) if value.which is None else Item(found, value.which)
+            case ThoughtRef():
+                return Thought(self._value(value.value))
             case TextRef():
                 return Span(self._state(value.base), self._state(value.tip))
             case TemplateRef():

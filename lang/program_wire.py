@@ -23,6 +23,10 @@ class ValueRef(msgspec.Struct, tag_field="kind", tag="value", forbid_unknown_fie
     which: int | None = None
 
 
+class ThoughtRef(msgspec.Struct, tag_field="kind", tag="reasoning", forbid_unknown_fields=True):
+    value: int
+
+
 class TextRef(msgspec.Struct, tag_field="kind", tag="text", forbid_unknown_fields=True):
     base: int
     tip: int
@@ -53,8 +57,9 @@ class ConstantRef(msgspec.Struct, tag_field="kind", tag="constant", forbid_unkno
 
 
 Readable = (
-    ArgumentRef | ValueRef | TextRef | TemplateRef | ListRef | TupleRef | DictRef | ConstantRef
-)
+    ArgumentRef | ValueRef | ThoughtRef | TextRef | TemplateRef | ListRef | TupleRef | DictRef
+    | ConstantRef
+)  # fmt: skip
 
 
 class WireNode(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, kw_only=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NoReturn, TypeVar
 
 from .expressions import GenExpr
-from .host import Bound, Gathered, Span
+from .host import Bound, Gathered, Span, Thought
 from .meta import Meta
 from .writer import StateWriter
 
@@ -37,7 +37,7 @@ class StateReader(StateWriter):
         """Whether the value of a binding, or its failure, is there."""
         reading = self._host.reading
         match binding:
-            case Bound():
+            case Bound() | Thought():
                 return reading.has_result(binding.value)
             case Span():
                 return reading.has_content(binding.tip)
@@ -65,6 +65,8 @@ class StateReader(StateWriter):
         match binding:
             case Bound():
                 return reading.result(binding.value).value
+            case Thought():
+                return binding.of(reading.result(binding.value))
             case Span():
                 return reading.text(binding.tip, binding.base)
             case Gathered():
@@ -99,6 +101,9 @@ class StateReader(StateWriter):
         binding = self._variables[name]
         if isinstance(binding, Bound):
             return host.reading.progress(binding.value)
+        if isinstance(binding, Thought):
+            _, meta, is_all = host.reading.progress(binding.value)
+            return str(meta.get("reasoning_content", "")), meta, is_all
         if not self._is_known(binding):
             return "", {}, False
         return str(self._resolve(binding)), {}, True

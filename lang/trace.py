@@ -18,6 +18,7 @@ from .ir import (
     Extend,
     Gen,
     GenOptions,
+    Insert,
     Line,
     Node,
     Piece,
@@ -261,7 +262,8 @@ class Recorder(NodeMaker):
         while content is None:
             is_all = False
             node = self._makers[state - 1]
-            after = self.progress(node.value)[0] if isinstance(node, Gen) else ""
+            value = _grows_by(node)
+            after = "" if value is None else self.progress(value)[0]
             state = node.source
             content = self.run.content(state)
         if isinstance(content, ProgramError):
@@ -277,6 +279,15 @@ class Recorder(NodeMaker):
             self._makers.append(node)
         self.run.append(node)
         self.session.mark_new(self.run)
+
+
+def _grows_by(node: Extend | Gen | Select) -> ValueId | None:
+    """The value whose text, as far as it is known, is a beginning of what the node adds."""
+    if isinstance(node, Gen):
+        return node.value
+    if isinstance(node, Extend) and isinstance(node.piece, Insert) and not node.piece.which:
+        return node.piece.value
+    return None
 
 
 def progress_of(

@@ -17,10 +17,11 @@ from .expressions import (
     RoleEnd,
     SelectExpr,
     Sum,
+    ThinkingExpr,
     as_expr,
 )
-from .host import Bound, Gathered, Host, Turn, caller_line
-from .ir import ROOT, Line, Splice, StateId, Text, Tokens, ValueId
+from .host import Bound, Gathered, Host, Thought, Turn, caller_line
+from .ir import ROOT, Insert, Line, Splice, StateId, Text, Tokens, ValueId
 from .scopes import CopyScope, RoleScope, VariableScope
 
 Forker: TypeAlias = "Callable[[int], Expr | str] | Sequence[Expr | str]"
@@ -229,15 +230,21 @@ class StateWriter:
             case Constant():
                 self._append_text(expr.text, self._role is None, line)
             case GenExpr():
+                if expr.name is None and isinstance(expr, ThinkingExpr):
+                    raise ValueError("separate_reasoning: the gen needs a name")
                 try:
                     options = host.options(expr.arguments)
                 except ValueError as error:
                     what = "gen" if expr.name is None else f"gen {expr.name!r}"
                     raise located(error, line, what) from error.__cause__
-                self._state, value = host.reading.gen(
-                    self._state, expr.name, options, self._role is None, line
-                )
+                source, trusted = self._state, self._role is None
+                self._state, value = host.reading.gen(source, expr.name, options, trusted, line)
                 self._bind(expr.name, value)
+                if isinstance(expr, ThinkingExpr):
+                    which = None if options.num_choices == 1 else 0
+                    answer = Insert(value, trusted, which)
+                    self._state = host.reading.extend(source, answer, line)
+                    self._variables[f"{expr.name}_reasoning_content"] = Thought(value)
             case Sum():
                 for term in expr.terms:
                     self._append_expr(term, line)

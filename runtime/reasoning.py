@@ -7,7 +7,7 @@ What could still be the beginning of an end is held back, as are blanks before o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from .request import Reasoning
@@ -20,6 +20,36 @@ MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<reasoning>", "</reasoning>"),
 )
+
+
+_THINK = ("<think>", "</think>")
+_CERTAIN = ("deepseek-r1", "minimax", "qwen3-thinking", "step3", "step3p5")
+_OPTIONAL = ("deepseek-v3", "glm45", "interns1", "kimi_k2", "mimo", "nemotron_3", "qwen3")
+# SGLang's names for kinds of models.
+MODEL_TYPES: Mapping[str, Reasoning] = {
+    **{name: Reasoning(start=_THINK[0], end=_THINK[1]) for name in _CERTAIN},
+    **{name: Reasoning(start=_THINK[0], end=_THINK[1], is_certain=False) for name in _OPTIONAL},
+    "gpt-oss": Reasoning(
+        start="<|channel|>analysis<|message|>",
+        end="<|end|><|start|>assistant<|channel|>final<|message|>",
+        is_certain=False,
+    ),
+    "kimi": Reasoning(start="\u25c1think\u25b7", end="\u25c1/think\u25b7", is_certain=False),
+    "mistral": Reasoning(start="[THINK]", end="[/THINK]", is_certain=False),
+}
+
+
+def reasoning_of(model_type: str) -> Reasoning:
+    """How a kind of models thinks.
+
+    Raises:
+        ValueError: the kind is not known.
+    """
+    found = MODEL_TYPES.get(model_type.lower())
+    if found is None:
+        known = ", ".join(sorted(MODEL_TYPES))
+        raise ValueError(f"model_type: {model_type!r:.60} is not known; use one of {known}")
+    return found
 
 
 def reasoning_until(end: str) -> Reasoning:
