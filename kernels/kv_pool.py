@@ -9,13 +9,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from .kv_codes import LARGEST, decode, encode
 
 
 class PagedKVPool:
     """Implements `backend.KVPool`.
 
     One tensor [layers, 2 (K, V), num_pages, page_size, G, D]; zeros at first, on the CPU lazily:
-    pages never written take no memory.
+    pages never written take no memory. With dtype int8 or float8_e4m3fn its numbers are codes, and
+    a second tensor [layers, 2, num_pages, page_size, G] float32 holds the scales.
     """
 
     def __init__(
@@ -30,7 +34,13 @@ class PagedKVPool:
         device: torch.device | str = "cpu",
     ) -> None:
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self.dtype = dtype
+        # e4m3 lies in bytes: torch copies those on every device
+        stored = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
+        self._data = torch.zeros(shape, dtype=stored, device=device)
+        self._scales: Tensor | None = None
+        if dtype in LARGEST:
+            self._scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device)
 
     @property
     def num_pages(self) -> int:
@@ -42,21 +52,48 @@ class PagedKVPool:
 
     @property
     def page_bytes(self) -> int:
-        return self._data[:, :, 0].numel() * self._data.element_size()
+        return sum(part[:, :, 0].numel() * part.element_size() for part in self._parts())
 
     @property
     def layout(self) -> str:
         layers, _, _, page_size, groups, dim = self._data.shape
-        dtype = str(self._data.dtype)
-        return f"{dtype}, {layers} layers, {page_size} tokens, {groups} heads of {dim}"
+        return f"{self.dtype}, {layers} layers, {page_size} tokens, {groups} heads of {dim}"
 
-    def keys(self, layer: int) -> torch.Tensor:
-        """[num_pages * page_size, G, D], a view: the K of every slot."""
+    def keys(self, layer: int) -> Tensor:
+        """[num_pages * page_size, G, D], a view: the K of every slot; codes where it has scales.
+
+        Codes of float8_e4m3fn are uint8."""
         return self._data[layer, 0].flatten(0, 1)
 
-    def values(self, layer: int) -> torch.Tensor:
-        """[num_pages * page_size, G, D], a view: the V of every slot."""
+    def values(self, layer: int) -> Tensor:
+        """[num_pages * page_size, G, D], a view: the V of every slot, as `keys`."""
         return self._data[layer, 1].flatten(0, 1)
+
+    def key_scales(self, layer: int) -> Tensor | None:
+        """[num_pages * page_size, G] float32, a view; None where numbers are no codes."""
+        return None if self._scales is None else self._scales[layer, 0].flatten(0, 1)
+
+    def value_scales(self, layer: int) -> Tensor | None:
+        return None if self._scales is None else self._scales[layer, 1].flatten(0, 1)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """k, v [T, G, D] into slots [T] int64."""
+        for side, numbers in enumerate((k, v)):
+            data = self._data[layer, side].flatten(0, 1)
+            if self._scales is None:
+                data[slots] = numbers.to(self.dtype)
+            else:
+                codes, scales = encode(numbers, self.dtype)
+                data[slots] = codes.view(self._data.dtype)
+                self._scales[layer, side].flatten(0, 1)[slots] = scales
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of slots [L] int64, each [L, G, D] float32."""
+        if self._scales is None:
+            return self.keys(layer)[slots].float(), self.values(layer)[slots].float()
+        codes = self._data[layer].flatten(1, 2)[:, slots].view(self.dtype)
+        k, v = decode(codes, self._scales[layer].flatten(1, 2)[:, slots])
+        return k, v
 
     def copy(self, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
         """All sources are read before a target is written. ValueError: nothing is copied."""
@@ -65,12 +102,17 @@ class PagedKVPool:
         if len(set(target_pages)) != len(target_pages):
             raise ValueError("a target page occurs twice")
         source, target = self._index(source_pages), self._index(target_pages)
-        self._data[:, :, target] = self._data[:, :, source]
+        for part in self._parts():
+            part[:, :, target] = part[:, :, source]
 
     def export(self, page_ids: Sequence[int]) -> bytes:
-        """The pages one after the other, each [layers, 2, page_size, G, D]."""
-        pages = self._data[:, :, self._index(page_ids)].movedim(2, 0).contiguous()
-        raw: bytes = pages.cpu().view(torch.uint8).numpy().tobytes()
+        """The pages one after the other, each [layers, 2, page_size, G, D], then its scales."""
+        index = self._index(page_ids)
+        parts = [
+            part[:, :, index].movedim(2, 0).flatten(1).contiguous().cpu().view(torch.uint8)
+            for part in self._parts()
+        ]
+        raw: bytes = torch.cat(parts, dim=1).numpy().tobytes()
         return raw
 
     def import_(self, page_ids: Sequence[int], data: bytes) -> None:
@@ -82,13 +124,21 @@ class PagedKVPool:
         if len(set(page_ids)) != len(page_ids):
             raise ValueError("a page occurs twice")
         index = self._index(page_ids)
-        layers, _, _, page_size, num_kv_heads, head_dim = self._data.shape
         raw = torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
-        pages = raw.view(self._data.dtype)
-        pages = pages.view(len(page_ids), layers, 2, page_size, num_kv_heads, head_dim)
-        self._data[:, :, index] = pages.movedim(0, 2).to(self._data.device)
+        raw = raw.view(len(page_ids), self.page_bytes)
+        start = 0
+        for part in self._parts():
+            page = part[:, :, 0]
+            stop = start + page.numel() * part.element_size()
+            numbers = raw[:, start:stop].contiguous().view(part.dtype)
+            pages = numbers.view(len(page_ids), *page.shape)
+            part[:, :, index] = pages.movedim(0, 2).to(part.device)
+            start = stop
 
-    def _index(self, page_ids: Sequence[int]) -> torch.Tensor:
+    def _parts(self) -> list[Tensor]:
+        return [self._data] if self._scales is None else [self._data, self._scales]
+
+    def _index(self, page_ids: Sequence[int]) -> Tensor:
         for page_id in page_ids:
             if not 0 <= page_id < self.num_pages:
                 raise ValueError(f"page {page_id} is outside of the pool of {self.num_pages}")

@@ -158,12 +158,10 @@ class ReferenceAttention:
             self._sequences.append((torch.from_numpy(slots).to(device), first, positions))
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self._pool.keys(layer), self._pool.values(layer)
-        keys[self._write_slots] = k.to(keys.dtype)
-        values[self._write_slots] = v.to(values.dtype)
+        self._pool.write(layer, self._write_slots, k, v)
         out = torch.empty_like(q)
         for slots, first, positions in self._sequences:
-            context_keys, context_values = keys[slots].float(), values[slots].float()
+            context_keys, context_values = self._pool.read(layer, slots)
             for row, position in enumerate(positions, start=first):
                 begin = 0 if self._window is None else max(0, position - self._window + 1)
                 seen = slice(begin, position + 1)

@@ -73,7 +73,7 @@ class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda
     runner: str = "auto"  # auto, native, torch, cuda
     weights: str = "auto"  # auto, fp32, bf16; native: stored, int8, int4 too
-    kv_dtype: str = "auto"  # auto, fp32, bf16, fp16; native: int8 too
+    kv_dtype: str = "auto"  # auto, fp32, bf16, fp16; native: int8 too; cuda: int8, fp8 too
     attention: str = "auto"  # of the cuda runner: auto, flashinfer, triton
     deterministic: bool = True  # cuda: bits do not depend on the batch; off is faster
     page_size: int = 16

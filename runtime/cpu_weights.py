@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from palmette.kernels.cpu.ops import GROUP, MatrixKind, MatrixRole
-from palmette.kernels.kv_dtype import KV_DTYPES, KVDtype
+from palmette.kernels.kv_dtype import HOST_KV_DTYPES, KVDtype
 
 from .models.config import ModelConfig
 from .models.layout import EMBEDDING, LM_HEAD, layer_name
@@ -84,7 +84,7 @@ def plan_matrices(weights: str, checkpoint: Checkpoint) -> Iterator[MatrixPlan]:
         ValueError: `weights` is not known here, or int4 where nothing has 4 bits.
     """
     if weights not in WEIGHTS:
-        note = "fp16 is for cuda; " if weights == "fp16" else ""
+        note = f"{weights} is for cuda; " if weights in ("fp16", "fp8") else ""
         raise ValueError(
             f"weights: {weights!r} is not supported on the CPU; {note}use one of "
             f"{', '.join(WEIGHTS)}"
@@ -149,11 +149,14 @@ def kv_dtype_of(kv_dtype: str, weights: str, checkpoint: Checkpoint) -> KVDtype:
         for plan in plan_matrices(weights, checkpoint):
             sizes[_KV_OF_KINDS.get(plan.kind, "fp32")] += math.prod(plan.shape)
         return sizes.most_common(1)[0][0]
-    for known in KV_DTYPES:
+    for known in HOST_KV_DTYPES:
         if known == kv_dtype:
             return known
-    words = ", ".join(("auto", *KV_DTYPES))
-    raise ValueError(f"kv_dtype: {kv_dtype!r} is not supported; use one of {words}")
+    note = "fp8 is for cuda; " if kv_dtype == "fp8" else ""
+    words = ", ".join(("auto", *HOST_KV_DTYPES))
+    raise ValueError(
+        f"kv_dtype: {kv_dtype!r} is not supported on the CPU; {note}use one of {words}"
+    )
 
 
 def kept_bytes(weights: str, checkpoint: Checkpoint) -> int:

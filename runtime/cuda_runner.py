@@ -48,6 +48,7 @@ _ROW_ARRAYS = {  # what rows beyond the step's hold
 }
 _ITEM_ARRAYS = ("item_first", "item_count", "item_pages", "item_split", "item_rows")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_KV_DTYPES = {**_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ class _Captured:
 class CudaRunner:
     """Implements `runner.ModelRunner`; a step at a time, `launch` does not wait for the device.
 
-    dtype is that of weights, activations and KV. deterministic: a row's bits do not depend on
+    dtype is that of weights and activations; kv_dtype that of K and V: auto is dtype, int8 and fp8
+    keep a scale for each token and kv head. deterministic: a row's bits do not depend on
     batch, chunks, pages or cache. graph_rows: numbers of rows to capture graphs for, ascending;
     the graphs of shared pages are captured when they are first needed. load: gives the weights by
     name, on the device in dtype; None reads the checkpoint's. attention: triton, or flashinfer,
@@ -80,6 +82,7 @@ class CudaRunner:
         num_pages: int,
         page_size: int,
         dtype: str = "bf16",
+        kv_dtype: str = "auto",
         deterministic: bool = True,
         share_pages: bool = True,
         attention: str = "triton",
@@ -103,7 +106,7 @@ class CudaRunner:
             page_size=page_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=kind,
+            dtype=kind if kv_dtype == "auto" else _KV_DTYPES[kv_dtype],
             device=target,
         )
         with torch.inference_mode():
@@ -126,6 +129,7 @@ class CudaRunner:
                     sliding_window=config.sliding_window,
                     deterministic=deterministic,
                     share=share_pages,
+                    query_dtype=kind,
                 )
             self._sampler = DeviceSampler(self._device)
             self._eager = Staging(self._device, 1 << 16)

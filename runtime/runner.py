@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from palmette.kernels.backend import KVPool
 from palmette.kernels.batch import ForwardBatch
-from palmette.kernels.kv_dtype import FLOAT_DTYPES, FloatDtype, KVDtype
+from palmette.kernels.kv_dtype import FLOAT_DTYPES, SCALED_KV_DTYPES, FloatDtype, KVDtype
 from palmette.kernels.sampling import SampleBatch, SampleResult
 
 from .config import EngineConfig
@@ -166,11 +166,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         raise ValueError(
             f"weights: {config.weights!r} is not supported on cuda; use fp32, bf16 or fp16"
         )
-    if config.kv_dtype not in ("auto", weights):
-        raise ValueError(
-            f"kv_dtype: the kernels of cuda keep K and V as the weights, {weights},"
-            f" not {config.kv_dtype}; use auto"
-        )
+    kv_dtype = _cuda_kv_dtype(config.kv_dtype, weights, attention)
 
     def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
         if checkpoint.architecture.build is not None:  # its own model: torch, no fused kernels
@@ -183,6 +179,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
             num_pages=num_pages,
             page_size=config.page_size,
             dtype=weights,
+            kv_dtype=kv_dtype,
             deterministic=config.deterministic,
             attention=attention,
             graph_rows=graph_rows_up_to(config.scheduler.max_running),
@@ -194,9 +191,27 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         weights=weights,
         reason=f"a CUDA device is there; attention {attention}: {why}",
         weight_bytes=partial(_uniform_bytes, 4 if weights == "fp32" else 2),
-        kv_dtype=lambda _: weights,
+        kv_dtype=lambda _: kv_dtype,
         build=build,
         available_bytes=_cuda_bytes(),
+    )
+
+
+def _cuda_kv_dtype(wanted: str, dtype: FloatDtype, attention: str) -> KVDtype:
+    """How the cuda runner keeps K and V beside activations of `dtype`."""
+    if wanted in ("auto", dtype):
+        return dtype
+    for known in SCALED_KV_DTYPES:
+        if known == wanted:
+            if attention == "flashinfer":
+                raise ValueError(
+                    f"kv_dtype: flashinfer reads no {wanted} with a scale for each token; "
+                    "use --attention triton"
+                )
+            return known
+    raise ValueError(
+        f"kv_dtype: the kernels of cuda keep K and V as the activations, {dtype}, or as "
+        f"{' or '.join(SCALED_KV_DTYPES)}, not {wanted}; use auto"
     )
 
 
@@ -215,6 +230,8 @@ def _cuda_attention(config: EngineConfig) -> tuple[str, str]:
         return "triton", "as given"
     if config.deterministic:
         return "triton", "bits do not depend on the batch"
+    if config.kv_dtype in SCALED_KV_DTYPES:
+        return "triton", f"K and V are {config.kv_dtype}"
     if is_there:
         return "flashinfer", "it is installed"
     return "triton", "flashinfer is not installed"

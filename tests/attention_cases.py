@@ -82,8 +82,12 @@ def make_batch(case: Case, *, like: Case | None = None) -> ForwardBatch:
     )
 
 
-def poisoned_pool(case: Case, device: str = "cpu") -> PagedKVPool:
-    """Random K and V where the case's cached tokens are, NaN everywhere else; two layers."""
+def poisoned_pool(
+    case: Case, device: str = "cpu", *, kv_dtype: torch.dtype | None = None
+) -> PagedKVPool:
+    """Random K and V where the case's cached tokens are, NaN everywhere else; two layers.
+
+    kv_dtype: of the pool; None: the case's."""
     lists, num_pages = _page_lists(case)
     pool = PagedKVPool(
         num_layers=2,
@@ -91,7 +95,7 @@ def poisoned_pool(case: Case, device: str = "cpu") -> PagedKVPool:
         page_size=case.page_size,
         num_kv_heads=case.kv_heads,
         head_dim=case.head_dim,
-        dtype=case.dtype,
+        dtype=kv_dtype or case.dtype,
         device=device,
     )
     generator = torch.Generator().manual_seed(case.seed + 1)
@@ -102,11 +106,12 @@ def poisoned_pool(case: Case, device: str = "cpu") -> PagedKVPool:
             written[
                 pages[position // case.page_size] * case.page_size + position % case.page_size
             ] = True
+    slots = torch.arange(shape[0], device=device)
     for layer in range(2):
-        for part in (pool.keys(layer), pool.values(layer)):
-            filled = torch.randn(shape, generator=generator)
+        sides = [torch.randn(shape, generator=generator) for _ in range(2)]
+        for filled in sides:
             filled[~written] = torch.nan
-            part.copy_(filled)
+        pool.write(layer, slots, *(filled.to(device) for filled in sides))
     return pool
 
 

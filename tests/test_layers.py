@@ -15,6 +15,7 @@ FLOOR = {"kernels": 0, "radix_cache": 1, "constrained": 1, "runtime": 2, "lang":
 HEAVY = {
     "torch": (
         "kernels/reference.py",
+        "kernels/kv_codes.py",
         "kernels/kv_pool.py",
         "kernels/cuda/",
         "runtime/torch_runner.py",

@@ -33,6 +33,14 @@ from .triton_attention import Tiles, narrow_tiles, wide_tiles
 from .work import SPLIT
 
 _POINTER_KINDS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
+_KV_ARGUMENTS = ("keys", "values", "key_scales", "value_scales")
+_KV_CODES = (  # name, what kernels read, the GPUs that read it so
+    ("int8", "*i8", (90,)),
+    ("int8", "*i8", (80, 89)),
+    ("fp8", "*fp8e4nv", (90,)),
+    ("fp8", "*fp8e4nv", (89,)),
+    ("fp8", "*u8", (80,)),
+)
 
 
 def variants() -> Iterator[Variant]:
@@ -58,6 +66,8 @@ def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
             _extend(kind, head_dim, group, "deterministic", wide, split=SPLIT, is_main=is_main),
         ):
             yield replace(variant, capabilities=capabilities)
+    if kind != "fp32" and group == 4:
+        yield from _attention_of_codes(kind, head_dim, group)
     if group == 4:
         yield Variant(
             name=f"reduce {kind} D{head_dim}",
@@ -73,6 +83,29 @@ def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
         )
 
 
+def _attention_of_codes(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
+    narrow = narrow_tiles(head_dim, group)
+    is_main = kind == "bf16" and head_dim == 128
+    for codes, pointer, capabilities in _KV_CODES:
+        wide = wide_tiles(head_dim, scaled=True, capability=capabilities[0])
+        for variant in (
+            _decode(kind, head_dim, group, "narrow", narrow, fused=True, is_main=is_main),
+            _decode(kind, head_dim, group, "wide", wide, fused=False, is_main=False),
+            _extend(kind, head_dim, group, "deterministic", wide, split=SPLIT, is_main=is_main),
+        ):
+            yield replace(
+                variant,
+                name=f"{variant.name} kv {codes}",
+                types={
+                    **variant.types,
+                    **dict.fromkeys(("keys", "values"), pointer),
+                    **dict.fromkeys(("key_scales", "value_scales"), "*fp32"),
+                },
+                constants={**variant.constants, "SCALED": True},
+                capabilities=capabilities,
+            )
+
+
 def _shape(head_dim: int, group: int, tiles: Tiles) -> dict[str, Any]:
     return {
         "NUM_HEADS": 8 * group,
@@ -85,6 +118,7 @@ def _shape(head_dim: int, group: int, tiles: Tiles) -> dict[str, Any]:
         "BLOCK_N": tiles.block_n,
         "WINDOW": 0,
         "UPCAST": False,
+        "SCALED": False,
     }
 
 
@@ -96,7 +130,7 @@ def _decode(
         name=f"decode {mode} {kind} D{head_dim} G{group}",
         kernel=paged_decode_kernel,
         types={
-            **dict.fromkeys(("q", "keys", "values"), _POINTER_KINDS[kind]),
+            **dict.fromkeys(("q", *_KV_ARGUMENTS), _POINTER_KINDS[kind]),
             **dict.fromkeys(("part_acc", "part_peak", "part_total"), "*fp32"),
             **dict.fromkeys((*pointers, "row_parts", "positions", "page_ids"), "*i32"),
             "q_stride": "i32",
@@ -118,7 +152,7 @@ def _extend(
         name=f"extend {mode} {kind} D{head_dim} G{group}",
         kernel=paged_extend_kernel,
         types={
-            **dict.fromkeys(("q", "keys", "values", "out"), _POINTER_KINDS[kind]),
+            **dict.fromkeys(("q", *_KV_ARGUMENTS, "out"), _POINTER_KINDS[kind]),
             **dict.fromkeys((*pointers, "positions", "page_ids"), "*i32"),
             "q_stride": "i32",
             "scale": "fp32",
@@ -164,12 +198,15 @@ def _elementwise(kind: str) -> Iterator[Variant]:
         needs_wide_loads=True,
         in_short_list=is_main,
     )
-    for norm in (False, True):
+    for norm, codes in ((False, ""), (True, ""), (True, "int8"), (True, "fp8")):
+        kv = {"": pointer, "int8": "*i8", "fp8": "*u8"}[codes]
         yield Variant(
-            name=f"rope_write {kind}{' norm' if norm else ''}",
+            name=f"rope_write {kind}{' norm' if norm else ''}{f' kv {codes}' if codes else ''}",
             kernel=rope_write_kernel,
             types={
-                **dict.fromkeys(("qkv", "q_out", "keys", "values", "q_norm", "k_norm"), pointer),
+                **dict.fromkeys(("qkv", "q_out", "q_norm", "k_norm"), pointer),
+                **dict.fromkeys(("keys", "values"), kv),
+                **dict.fromkeys(("key_scales", "value_scales"), "*fp32"),
                 **dict.fromkeys(("positions", "slots"), "*i32"),
                 **dict.fromkeys(("cos", "sin"), "*fp32"),
                 "eps": "fp32",
@@ -177,11 +214,11 @@ def _elementwise(kind: str) -> Iterator[Variant]:
             },
             constants={
                 **{"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HALF_PAD": 64},
-                **{"HEAD_BLOCK": 8, "QK_NORM": norm},
+                **{"HEAD_BLOCK": 8, "QK_NORM": norm, "SCALED": bool(codes)},
             },
             options={"num_warps": 1},
             needs_wide_loads=True,
-            in_short_list=is_main,
+            in_short_list=is_main and not codes,
         )
     if is_main:
         yield Variant(

@@ -112,10 +112,7 @@ class FlashInferAttention:
         )
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.pool.keys(layer), self.pool.values(layer)
-        slots = self.write_slots.long()
-        keys[slots] = k.to(keys.dtype)
-        values[slots] = v.to(values.dtype)
+        self.pool.write(layer, self.write_slots.long(), k, v)
         return self.attend(layer, q)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:

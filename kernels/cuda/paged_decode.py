@@ -15,12 +15,13 @@ from .softmax import attend_tile, merge
 
 @triton.jit
 def paged_decode_kernel(
-    q, keys, values, part_acc, part_peak, part_total,
+    q, keys, values, key_scales, value_scales, part_acc, part_peak, part_total,
     num_items, item_first, item_count, item_pages, item_split, item_rows,
     row_parts, positions, page_ids, q_stride, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Programs (any number, kv head) take items in turn: a graph's grid need not fit the step.
 
@@ -52,8 +53,9 @@ def paged_decode_kernel(
         total = tl.zeros((BLOCK_M,), tl.float32)
         for start in range(begin, end, BLOCK_N):
             acc, peak, total = attend_tile(
-                queries, acc, peak, total, keys, values, pages, start, end, position, kv_head,
-                scale, HEAD_DIM, DIM_PAD, NUM_KV_HEADS, PAGE, BLOCK_N, WINDOW,
+                queries, acc, peak, total, keys, values, key_scales, value_scales, pages,
+                start, end, position, kv_head, scale,
+                HEAD_DIM, DIM_PAD, NUM_KV_HEADS, PAGE, BLOCK_N, WINDOW, SCALED,
             )  # fmt: skip
         part = (tl.load(row_parts + row, mask=valid, other=0) + split).to(tl.int64)
         target = part * NUM_HEADS + kv_head * GROUP + head

@@ -14,12 +14,13 @@ from .softmax import attend_tile, merge
 
 @triton.jit
 def paged_extend_kernel(
-    q, keys, values, out,
+    q, keys, values, key_scales, value_scales, out,
     tile_rows, tile_tokens, tile_pages, tile_starts, tile_ends, positions, page_ids,
     q_stride, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Tile i: rows tile_rows[i] and tile_tokens[i] - 1 after it; page_ids from tile_pages[i] on;
     keys tile_starts[i] .. tile_ends[i]. SPLIT > 0 folds the sum after every SPLIT keys, as
@@ -50,8 +51,9 @@ def paged_extend_kernel(
         whole_total = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(tl.load(tile_starts + tile), end, BLOCK_N):
         acc, peak, total = attend_tile(
-            queries, acc, peak, total, keys, values, pages, start, end, position, kv_head, scale,
-            HEAD_DIM, DIM_PAD, NUM_KV_HEADS, PAGE, BLOCK_N, WINDOW,
+            queries, acc, peak, total, keys, values, key_scales, value_scales, pages,
+            start, end, position, kv_head, scale,
+            HEAD_DIM, DIM_PAD, NUM_KV_HEADS, PAGE, BLOCK_N, WINDOW, SCALED,
         )  # fmt: skip
         if SPLIT > 0:
             if (start + BLOCK_N) % SPLIT == 0:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .codes import E4M3_LARGEST, INT8_LARGEST, e4m3_bits, int8_code, magnitude, row_scale
 from .common import check, padded
 
 HEAD_BLOCK = 8
@@ -14,9 +15,10 @@ HEAD_BLOCK = 8
 
 @triton.jit
 def rope_write_kernel(
-    qkv, q_out, keys, values, positions, slots, cos, sin, q_norm, k_norm, eps, row_stride,
+    qkv, q_out, keys, values, key_scales, value_scales, positions, slots, cos, sin,
+    q_norm, k_norm, eps, row_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HALF_PAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, QK_NORM: tl.constexpr,
+    HALF_PAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, QK_NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, block of heads); the blocks are those of q, then of k, then of v."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -55,19 +57,40 @@ def rope_write_kernel(
         second = second * c + first * s
         first = turned
     if is_q:
-        target = q_out + (row * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(target, first.to(kind), mask=inside)
-        tl.store(target + HALF, second.to(kind), mask=inside)
+        q_target = q_out + (row * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(q_target, first.to(kind), mask=inside)
+        tl.store(q_target + HALF, second.to(kind), mask=inside)
     else:
         slot = tl.load(slots + row).to(tl.int64)
-        offset = (slot * NUM_KV_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
+        place = slot * NUM_KV_HEADS + head
+        offset = place[:, None] * HEAD_DIM + dim[None, :]
         pool = keys.dtype.element_ty
         target = keys + offset
         if is_v:
             target = values + offset
-        if slot >= 0:
-            tl.store(target, first.to(pool), mask=inside)
-            tl.store(target + HALF, second.to(pool), mask=inside)
+        if SCALED:
+            peak = tl.max(tl.maximum(magnitude(first), magnitude(second)), axis=1)
+            is_int8: tl.constexpr = pool == tl.int8
+            scale, inverse = row_scale(peak, INT8_LARGEST if is_int8 else E4M3_LARGEST)
+            first = tl.where(inverse[:, None] > 0.0, first * inverse[:, None], 0.0)
+            second = tl.where(inverse[:, None] > 0.0, second * inverse[:, None], 0.0)
+            if is_int8:
+                first_code = int8_code(first)
+                second_code = int8_code(second)
+            else:
+                first_code = e4m3_bits(first)
+                second_code = e4m3_bits(second)
+            scale_target = key_scales + place
+            if is_v:
+                scale_target = value_scales + place
+            if slot >= 0:
+                tl.store(target, first_code, mask=inside)
+                tl.store(target + HALF, second_code, mask=inside)
+                tl.store(scale_target, scale, mask=head < num_heads)
+        else:
+            if slot >= 0:
+                tl.store(target, first.to(pool), mask=inside)
+                tl.store(target + HALF, second.to(pool), mask=inside)
 
 
 def rope_write(
@@ -83,11 +106,14 @@ def rope_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """[T, (H + 2 G) D] -> q [T, H, D], normed and rotated; K and V go to `slots` of the pool.
 
     keys, values [slots, G, D] dense; positions, slots [T] int32, a slot of -1 writes nothing;
-    cos, sin [positions, D/2] float32; q_norm, k_norm [D] or both None.
+    cos, sin [positions, D/2] float32; q_norm, k_norm [D] or both None. key_scales, value_scales
+    [slots, G] float32 where keys and values are codes: int8, or uint8 for e4m3.
     """
     check("qkv", qkv, ndim=2)
     check("positions", positions, ndim=1, dtypes=(torch.int32,))
@@ -98,13 +124,18 @@ def rope_write(
         raise ValueError(f"qkv: {tuple(qkv.shape)} is not {num_heads}+2*{num_kv_heads} heads")
     q = torch.empty(num_rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     has_norm = q_norm is not None and k_norm is not None
+    scaled = key_scales is not None and value_scales is not None
+    if scaled != (keys.dtype in (torch.int8, torch.uint8)):
+        raise ValueError(f"keys: {keys.dtype} {'has no' if scaled else 'needs'} scales")
     head_block = min(HEAD_BLOCK, padded(num_heads))
     blocks = triton.cdiv(num_heads, head_block) + 2 * triton.cdiv(num_kv_heads, head_block)
     if num_rows:
         rope_write_kernel[(num_rows, blocks)](
-            qkv, q, keys, values, positions, slots, cos, sin,
+            qkv, q, keys, values, key_scales if scaled else cos, value_scales if scaled else cos,
+            positions, slots, cos, sin,
             q_norm if has_norm else cos, k_norm if has_norm else cos, eps, qkv.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-            HALF_PAD=padded(head_dim // 2), HEAD_BLOCK=head_block, QK_NORM=has_norm, num_warps=1,
+            HALF_PAD=padded(head_dim // 2), HEAD_BLOCK=head_block, QK_NORM=has_norm,
+            SCALED=scaled, num_warps=1,
         )  # fmt: skip
     return q

@@ -11,27 +11,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .codes import numbers_of
+
 
 @triton.jit
 def attend_tile(
-    queries, acc, peak, total, keys, values, page_ids, start, end, positions, kv_head, scale,
+    queries, acc, peak, total, keys, values, key_scales, value_scales, page_ids,
+    start, end, positions, kv_head, scale,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys start..start+BLOCK_N, those below `end`, to a partial softmax.
 
     queries [M, DIM_PAD]; positions [M], -1 for a row that sees nothing; page_ids: pointer to the
-    sequence's first page; scale: 1 / sqrt(D) in units of log2.
+    sequence's first page; scale: 1 / sqrt(D) in units of log2. SCALED: keys and values are codes
+    of one byte, their scales [slots, G]; a scale multiplies a column of scores or weights, so that
+    no number is rounded twice.
     """
     at = start + tl.arange(0, BLOCK_N)
     dim = tl.arange(0, DIM_PAD)
     there = at < end
     page = tl.load(page_ids + at // PAGE, mask=there, other=0).to(tl.int64)
-    slot = (page * PAGE + at % PAGE) * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
-    offset = slot[:, None] + dim[None, :]
+    row = (page * PAGE + at % PAGE) * NUM_KV_HEADS + kv_head
+    offset = (row * HEAD_DIM)[:, None] + dim[None, :]
     inside = there[:, None] & (dim < HEAD_DIM)[None, :]
-    key = tl.load(keys + offset, mask=inside, other=0.0).to(queries.dtype)
-    scores = tl.dot(queries, tl.trans(key), input_precision="tf32x3") * scale
+    if SCALED:
+        key = numbers_of(tl.load(keys + offset, mask=inside, other=0.0), queries.dtype)
+        column = scale * tl.load(key_scales + row, mask=there, other=0.0)
+        scores = tl.dot(queries, tl.trans(key), input_precision="tf32x3") * column[None, :]
+    else:
+        key = tl.load(keys + offset, mask=inside, other=0.0).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(key), input_precision="tf32x3") * scale
     seen = (at[None, :] <= positions[:, None]) & there[None, :]
     if WINDOW > 0:
         seen = seen & (at[None, :] > positions[:, None] - WINDOW)
@@ -41,7 +51,11 @@ def attend_tile(
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(peak - base)
     total = total * shrink + tl.sum(weights, axis=1)
-    value = tl.load(values + offset, mask=inside, other=0.0).to(queries.dtype)
+    if SCALED:
+        value = numbers_of(tl.load(values + offset, mask=inside, other=0.0), queries.dtype)
+        weights = weights * tl.load(value_scales + row, mask=there, other=0.0)[None, :]
+    else:
+        value = tl.load(values + offset, mask=inside, other=0.0).to(queries.dtype)
     acc = acc * shrink[:, None]
     acc = tl.dot(weights.to(queries.dtype), value, acc, input_precision="tf32x3")
     return acc, highest, total

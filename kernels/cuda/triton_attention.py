@@ -15,6 +15,7 @@ from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.kv_pool import PagedKVPool
 from palmette.kernels.reference import check_batch
 
+from .codes import readable
 from .common import INTERPRETED, LOG2E, padded
 from .paged_decode import paged_decode_kernel, reduce_kernel
 from .paged_extend import paged_extend_kernel
@@ -34,15 +35,20 @@ class Tiles:
     num_stages: int
 
 
-def wide_tiles(head_dim: int, element_bytes: int = 2, *, capability: int = 90) -> Tiles:
+def wide_tiles(
+    head_dim: int, element_bytes: int = 2, *, scaled: bool = False, capability: int = 90
+) -> Tiles:
     """Tiles of extend, of shared items, and of everything that must give equal bits.
 
+    element_bytes: of a query. scaled: K and V are codes, which take registers to widen.
     capability: 90 for Hopper and later, whose products read shared memory; before, a third stage
     takes registers that are not there.
     """
     if element_bytes > 2:  # float32 is for comparisons: small tiles, three products each
         block_m, block_n = (32, 32) if head_dim <= 64 else (16, 16)
         return Tiles(block_m=block_m, block_n=block_n, num_warps=4, num_stages=1)
+    if head_dim > 128 and scaled:
+        return Tiles(block_m=32, block_n=32, num_warps=8, num_stages=2)
     if head_dim > 128:
         return Tiles(block_m=64, block_n=32, num_warps=8, num_stages=2)
     stages = 2 if head_dim > 64 and capability < 90 else 3
@@ -74,7 +80,8 @@ class TritonAttention:
 
     deterministic: decode and extend use the same tiles and fold their sums at the same keys, so
     the bits of a row do not depend on how its context was computed. share: pages that several
-    decoding rows list are read once. Neither changes which keys a row sees.
+    decoding rows list are read once. Neither changes which keys a row sees. query_dtype: of q and
+    of the products; None: the pool's, bf16 where it holds codes.
 
     A step may be planned in one call (`plan`), or `prepare`d on the host and bound later to
     arrays that a caller uploaded (`bind`), which is how graphs replay it.
@@ -90,6 +97,7 @@ class TritonAttention:
         sliding_window: int | None = None,
         deterministic: bool = True,
         share: bool = True,
+        query_dtype: torch.dtype | None = None,
     ) -> None:
         num_kv_heads, head_dim = pool.keys(0).shape[1:]
         if num_heads % num_kv_heads:
@@ -103,8 +111,11 @@ class TritonAttention:
         self._share = share
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._group_pad = padded(group)
-        element_bytes = pool.keys(0).element_size()
-        self._wide = wide_tiles(head_dim, element_bytes, capability=_capability(pool))
+        element_bytes = (query_dtype or default_query_dtype(pool)).itemsize
+        scaled = pool.key_scales(0) is not None
+        self._wide = wide_tiles(
+            head_dim, element_bytes, scaled=scaled, capability=_capability(pool)
+        )
         if self._group_pad > self._wide.block_m:
             raise ValueError(
                 f"{group} query heads per kv head are not supported; at most {self._wide.block_m}"
@@ -120,6 +131,7 @@ class TritonAttention:
             "PAGE": pool.page_size,
             "WINDOW": sliding_window or 0,
             "UPCAST": INTERPRETED,
+            "SCALED": scaled,
         }
         self._plan: AttentionPlan | None = None
         self._views: Mapping[str, Tensor] = {}
@@ -197,11 +209,16 @@ class TritonAttention:
         )
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self._pool.keys(layer), self._pool.values(layer)
-        slots = self.write_slots.long()
-        keys[slots] = k.to(keys.dtype)
-        values[slots] = v.to(values.dtype)
+        self._pool.write(layer, self.write_slots.long(), k, v)
         return self.attend(layer, q)
+
+    def _sides(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """K, V and their scales as kernels take them; without scales numbers stand in for them."""
+        keys, values = readable(self._pool.keys(layer)), readable(self._pool.values(layer))
+        key_scales, value_scales = self._pool.key_scales(layer), self._pool.value_scales(layer)
+        if key_scales is None or value_scales is None:
+            return keys, values, keys, values
+        return keys, values, key_scales, value_scales
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """[T, H, D] -> [T, H, D]; the step's K and V of this layer are written already."""
@@ -224,7 +241,7 @@ class TritonAttention:
         total = torch.empty(shape, dtype=torch.float32, device=q.device)
         grid = (min(plan.num_items, self._programs), self._num_kv_heads)
         paged_decode_kernel[grid](
-            q, self._pool.keys(layer), self._pool.values(layer), acc, peak, total,
+            q, *self._sides(layer), acc, peak, total,
             views["num_items"], views["item_first"], views["item_count"], views["item_pages"],
             views["item_split"], views["item_rows"], views["row_parts"], views["positions"],
             views["page_ids"], q.stride(0), self._scale,
@@ -239,7 +256,7 @@ class TritonAttention:
     def _extend(self, plan: AttentionPlan, layer: int, q: Tensor, out: Tensor) -> None:
         views = self._views
         paged_extend_kernel[(plan.num_tiles, self._num_kv_heads)](
-            q, self._pool.keys(layer), self._pool.values(layer), out,
+            q, *self._sides(layer), out,
             views["tile_rows"], views["tile_tokens"], views["tile_pages"], views["tile_starts"],
             views["tile_ends"], views["positions"], views["page_ids"], q.stride(0), self._scale,
             SPLIT=SPLIT if self._deterministic else 0, **self._compile(self._wide),
@@ -258,6 +275,10 @@ class TritonAttention:
             "num_stages": tiles.num_stages,
             "enable_fp_fusion": not self._deterministic,
         }
+
+
+def default_query_dtype(pool: PagedKVPool) -> torch.dtype:
+    return pool.dtype if pool.key_scales(0) is None else torch.bfloat16
 
 
 def _capability(pool: PagedKVPool) -> int:

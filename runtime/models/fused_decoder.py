@@ -102,6 +102,7 @@ class FusedDecoder:
         config, eps = self._config, self._config.rms_eps
         residual = functional.embedding(token_ids, self._embedding)
         x: Tensor | None = None
+        pool = attention.pool
         for index, layer in enumerate(self._layers):
             if x is None:
                 x = add_rms_norm(residual, layer.attention_norm, eps)
@@ -109,8 +110,8 @@ class FusedDecoder:
                 x = add_rms_norm(x, layer.attention_norm, eps, residual)
             q = rope_write(
                 layer.qkv(x),
-                attention.pool.keys(index),
-                attention.pool.values(index),
+                pool.keys(index),
+                pool.values(index),
                 positions=positions,
                 slots=attention.write_slots,
                 cos=self._cos,
@@ -119,6 +120,8 @@ class FusedDecoder:
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=eps,
+                key_scales=pool.key_scales(index),
+                value_scales=pool.value_scales(index),
             )
             x = layer.output(attention.attend(index, q).flatten(1))
             x = layer.gate_up(add_rms_norm(x, layer.mlp_norm, eps, residual))

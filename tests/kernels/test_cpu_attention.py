@@ -13,7 +13,7 @@ from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.cpu import build, ops
 from palmette.kernels.cpu.checks import check_batch
 from palmette.kernels.cpu.kv_pool import HostKVPool
-from palmette.kernels.kv_dtype import KV_DTYPES, KVDtype
+from palmette.kernels.kv_dtype import HOST_KV_DTYPES, KVDtype
 
 POOL_TOKENS = 2048
 LENGTHS = ((1, 1), (570, 1), (63, 2), (64, 64), (700, 37), (129, 129))  # (tokens, of them new)
@@ -243,7 +243,7 @@ def test_bits_do_not_depend_on_the_arrangement(pool: ops.Pool, case: Case, dtype
         np.testing.assert_array_equal(run(pool, case, dtype=dtype, **way), whole)
 
 
-@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", HOST_KV_DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 5, 16, 23])
 def test_bits_do_not_depend_on_who_shares_pages(pool: ops.Pool, dtype: KVDtype, rows: int) -> None:
     case = Case(heads=6, groups=2, dim=32, lengths=((330, 1),) * rows)
@@ -288,7 +288,7 @@ def test_int8_pages_lie_as_their_layout_says(
             )
 
 
-@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", HOST_KV_DTYPES)
 @pytest.mark.parametrize("case", CASES[1:3], ids=str)
 def test_bits_do_not_depend_on_threads_or_company(
     pool: ops.Pool, case: Case, dtype: KVDtype
@@ -303,7 +303,7 @@ def test_bits_do_not_depend_on_threads_or_company(
         np.testing.assert_array_equal(alone, whole[start : start + LENGTHS[first][1]])
 
 
-@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", HOST_KV_DTYPES)
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_shows_and_harms_no_other_row(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from palmette.kernels.cpu.ops import MAXIMA_BLOCK
-from palmette.kernels.kv_dtype import KV_DTYPES
+from palmette.kernels.kv_dtype import HOST_KV_DTYPES
 from palmette.runtime.cpu_runner import CpuRunner
 from palmette.runtime.torch_runner import TorchRunner
 from palmette.runtime.weights import open_checkpoint
@@ -151,17 +151,22 @@ def test_kv_follows_the_weights(kind: str, weights: str, kv_dtype: str, tiny_mod
 
 
 def test_an_unknown_kv_dtype_is_refused(tiny_models: Any) -> None:
-    words = "kv_dtype: 'int4' is not supported; use one of auto, fp32, bf16, fp16, int8$"
-    with pytest.raises(ValueError, match=words):
+    words = "use one of auto, fp32, bf16, fp16, int8$"
+    with pytest.raises(ValueError, match=f"'int4' is not supported on the CPU; {words}"):
         runner_of(tiny_models.directory("llama"), kv_dtype="int4")
+    with pytest.raises(ValueError, match=f"'fp8' .* on the CPU; fp8 is for cuda; {words}"):
+        runner_of(tiny_models.directory("llama"), kv_dtype="fp8")
 
 
 def test_unknown_weights_are_refused(tiny_models: Any) -> None:
     words = "use one of auto, stored, fp32, bf16, int8, int4$"
     with pytest.raises(ValueError, match=f"'int3' is not supported on the CPU; {words}"):
         runner_of(tiny_models.directory("llama"), weights="int3")
-    with pytest.raises(ValueError, match=f"'fp16' .* on the CPU; fp16 is for cuda; {words}"):
-        runner_of(tiny_models.directory("llama"), weights="fp16")
+    for name in ("fp16", "fp8"):
+        with pytest.raises(
+            ValueError, match=f"'{name}' .* on the CPU; {name} is for cuda; {words}"
+        ):
+            runner_of(tiny_models.directory("llama"), weights=name)
 
 
 def test_int4_needs_a_4_bit_checkpoint(tiny_models: Any) -> None:
@@ -317,7 +322,7 @@ def test_a_position_beyond_the_context_is_refused(tiny_models: Any, model_driver
         model_driver(runner).step({"a": [5] * 257})
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", HOST_KV_DTYPES)
 def test_nan_in_one_sequence_stays_there(
     kv_dtype: str, tiny_models: Any, model_driver: Any
 ) -> None:

@@ -36,6 +36,19 @@ def test_flashinfer_first_where_they_may(machine: pytest.MonkeyPatch) -> None:
     assert "attention triton: flashinfer is not installed" in reason
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_codes_of_k_and_v_take_tritons_attention(
+    kv_dtype: str, machine: pytest.MonkeyPatch
+) -> None:
+    having(machine, "torch", "triton", "flashinfer")
+    choice = runner.select_runner(EngineConfig(deterministic=False, kv_dtype=kv_dtype))
+    assert f"attention triton: K and V are {kv_dtype}" in choice.reason
+    assert choice.kv_dtype(None) == kv_dtype
+    wanted = EngineConfig(deterministic=False, kv_dtype=kv_dtype, attention="flashinfer")
+    with pytest.raises(ValueError, match="use --attention triton"):
+        runner.select_runner(wanted)
+
+
 def test_torch_where_triton_is_not(machine: pytest.MonkeyPatch) -> None:
     having(machine, "torch")
     choice = runner.select_runner(EngineConfig())
@@ -58,7 +71,7 @@ def test_torch_where_triton_is_not(machine: pytest.MonkeyPatch) -> None:
             "bits of flashinfer depend",
         ),
         ({"weights": "int4"}, ("torch", "triton"), "'int4' is not supported on cuda"),
-        ({"kv_dtype": "int8"}, ("torch", "triton"), "keep K and V as the weights, bf16, not int8"),
+        ({"kv_dtype": "fp16"}, ("torch", "triton"), "bf16, or as int8 or fp8, not fp16; use auto"),
         ({"kv_dtype": "int8", "runner": "torch"}, ("torch",), "'int8' is not supported by torch"),
     ],
 )

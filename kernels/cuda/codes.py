@@ -1,0 +1,73 @@
+"""Numbers of one byte with a scale per row, in kernels: what `kernels/kv_codes.py` does in torch.
+
+e4m3 is encoded with integer arithmetic on every device, and decoded so where the compiler has no
+conversion (before sm_89): its bits are then uint8, else float8e4nv.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+E4M3_LARGEST = tl.constexpr(448.0)
+INT8_LARGEST = tl.constexpr(127.0)
+
+
+@triton.jit
+def e4m3_bits(x):
+    """float32 within -448..448 -> uint8, rounded to the nearest, ties to even."""
+    bits = x.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # below 2^-6 codes are multiples of 2^-9, which adding 2^14 rounds to
+    raised = size.to(tl.float32, bitcast=True) + 16384.0
+    small = raised.to(tl.uint32, bitcast=True) - 0x46800000
+    code = tl.where(size < (121 << 23), small, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def int8_code(x):
+    """float32 within -127..127 -> int8, rounded to the nearest, ties to even."""
+    raised = x + 12582912.0  # 1.5 * 2^23: the last bit is then worth 1
+    return (raised.to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
+
+
+@triton.jit
+def row_scale(peak, LARGEST: tl.constexpr):
+    """Largest |x| of rows -> (scale, its inverse); NaN and 0 where a row is not finite."""
+    is_finite = peak < float("inf")
+    scale = tl.where(is_finite, tl.math.div_rn(peak, LARGEST), float("nan"))
+    inverse = tl.math.div_rn(LARGEST, tl.where(peak > 0.0, peak, 1.0))
+    inverse = tl.where((peak > 0.0) & is_finite & (inverse < float("inf")), inverse, 0.0)
+    return scale, inverse
+
+
+@triton.jit
+def magnitude(x):
+    """|x|, infinite for NaN: a maximum then shows it."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def numbers_of(raw, kind: tl.constexpr):
+    """int8, float8e4nv or the uint8 bits of e4m3 -> `kind`, exactly."""
+    if raw.dtype == tl.uint8:
+        bits = raw.to(tl.uint16)
+        half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)  # float16's exponent is 8 larger
+        return (half.to(tl.float16, bitcast=True) * 256.0).to(kind)
+    return raw.to(kind)
+
+
+def native_e4m3(device: torch.device) -> bool:
+    """Whether kernels may read float8e4nv on this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def readable(codes: Tensor) -> Tensor:
+    """Codes as kernels read them: uint8 is e4m3, under the type that the device converts."""
+    if codes.dtype == torch.uint8 and native_e4m3(codes.device):
+        return codes.view(torch.float8_e4m3fn)
+    return codes
