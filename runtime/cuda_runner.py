@@ -45,7 +45,10 @@ _ROW_ARRAYS = {  # what rows beyond the step's hold
     "first_parts": 0,
     "num_parts": 0,
     "row_parts": 0,
+    "row_order": 0,
+    "row_places": 0,
 }
+_ROW_NUMBERS = {"decode_rows", "row_order", "row_places"}  # they hold themselves
 _ITEM_ARRAYS = ("item_first", "item_count", "item_pages", "item_split", "item_rows")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _KV_DTYPES = {**_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -55,6 +58,7 @@ _KV_DTYPES = {**_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 class _Captured:
     graph: Graph
     layout: Mapping[str, Section]
+    views: Mapping[str, Tensor]  # of the arrays that it reads
     logits: Tensor  # [rows, V] float32
 
 
@@ -65,8 +69,7 @@ class CudaRunner:
     keep a scale for each token and kv head. deterministic: a row's bits do not depend on
     batch, chunks, pages or cache. graph_rows: numbers of rows to capture graphs for, ascending;
     the graphs of shared pages are captured when they are first needed. load: gives the weights by
-    name, on the device in dtype; None reads the checkpoint's. attention: triton, or flashinfer,
-    which runs without graphs.
+    name, on the device in dtype; None reads the checkpoint's. attention: triton or flashinfer.
 
     Raises:
         ValueError: a weight is not finite or a shape is not supported by the kernels.
@@ -118,9 +121,11 @@ class CudaRunner:
             )
             self._attention: TritonAttention | FlashInferAttention
             if attention == "flashinfer":
-                graph_rows = ()  # it plans on the host, for one batch size per graph
                 self._attention = FlashInferAttention(
-                    self.pool, num_heads=config.num_heads, sliding_window=config.sliding_window
+                    self.pool,
+                    num_heads=config.num_heads,
+                    sliding_window=config.sliding_window,
+                    share=share_pages,
                 )
             else:
                 self._attention = TritonAttention(
@@ -200,13 +205,14 @@ class CudaRunner:
             captured = self._capture(rows, plan.tiles)
         arrays = {"token_ids": batch.token_ids, **plan.arrays}
         arrays = {name: arrays[name] for name in captured.layout}
-        for name, filler in _ROW_ARRAYS.items():
-            missing = rows - batch.num_tokens
-            arrays[name] = np.pad(arrays[name], (0, missing), constant_values=filler)
-        if batch.num_tokens < rows:
-            arrays["decode_rows"][batch.num_tokens :] = np.arange(batch.num_tokens, rows)
+        missing = rows - batch.num_tokens
+        for name in arrays.keys() & _ROW_ARRAYS.keys():
+            arrays[name] = np.pad(arrays[name], (0, missing), constant_values=_ROW_ARRAYS[name])
+        for name in arrays.keys() & _ROW_NUMBERS:
+            arrays[name][batch.num_tokens :] = np.arange(batch.num_tokens, rows)
         assert self._graph_staging is not None
         self._graph_staging.upload(arrays, captured.layout)
+        self._attention.before_replay(plan, rows, captured.views)
         captured.graph.replay()
         self.graph_replays += 1
         return captured.logits[: batch.num_tokens]
@@ -218,11 +224,12 @@ class CudaRunner:
     def _empty_arrays(self, rows: int) -> dict[str, Int32Array]:
         """A graph's arrays at their full length, in the order of its layout; nothing to do."""
         arrays = {name: np.full(rows, fill, np.int32) for name, fill in _ROW_ARRAYS.items()}
-        arrays["decode_rows"] = np.arange(rows, dtype=np.int32)
+        arrays.update({name: np.arange(rows, dtype=np.int32) for name in sorted(_ROW_NUMBERS)})
         arrays["num_items"] = np.zeros(1, np.int32)
         arrays.update({name: np.zeros(_num_items(rows), np.int32) for name in _ITEM_ARRAYS})
         arrays["page_ids"] = np.zeros(self._num_pages_of(rows), np.int32)
-        return arrays
+        known = ("token_ids", *self._attention.array_names)
+        return {name: array for name, array in arrays.items() if name in known}
 
     def _capture_all(self) -> None:
         if not self._graph_rows:
@@ -247,14 +254,8 @@ class CudaRunner:
         layout = layout_of(arrays)
         staging.upload(arrays, layout)
         views = staging.views(layout)
-        plan = AttentionPlan(
-            num_decodes=rows,
-            num_parts=_num_items(rows),
-            num_items=_num_items(rows),
-            num_tiles=0,
-            tiles=tiles,
-            arrays=arrays,
-        )
+        plan = self._attention.graph_plan(rows, tiles, arrays)
+        self._attention.before_replay(plan, rows, views)
         results: list[Tensor] = []
 
         def step() -> None:
@@ -270,7 +271,7 @@ class CudaRunner:
         step()  # compiles the kernels; on padding only, so nothing is written
         results[0] = torch.empty_like(results[0])
         graph = self._device.capture(step)
-        captured = _Captured(graph, layout, results[0])
+        captured = _Captured(graph, layout, views, results[0])
         self._graphs[rows, tiles] = captured
         return captured
 

@@ -23,6 +23,10 @@ from .work import SPLIT, decode_work, extend_work
 
 HEAD_DIMS = range(16, 257)
 MIN_BLOCK_M = 16  # rows of the smallest matrix instruction
+_DECODE_ARRAYS = (
+    *("slots", "positions", "num_items", "decode_rows", "first_parts", "num_parts", "row_parts"),
+    *("item_first", "item_count", "item_pages", "item_split", "item_rows", "page_ids"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class AttentionPlan:
     num_tiles: int
     tiles: Tiles  # of the decode launch
     arrays: Mapping[str, Int32Array]
+    graph_rows: int = 0  # of the graph that is captured with it
 
 
 class TritonAttention:
@@ -146,6 +151,11 @@ class TritonAttention:
         return self._narrow
 
     @property
+    def array_names(self) -> tuple[str, ...]:
+        """The arrays of a plan that graphs of decodes take."""
+        return _DECODE_ARRAYS
+
+    @property
     def write_slots(self) -> Tensor:
         """[T] int32: where the planned step's K and V go; -1 writes nothing."""
         return self._views["slots"]
@@ -196,6 +206,24 @@ class TritonAttention:
         With longer arrays a plan may stand for the largest step that they hold.
         """
         self._plan, self._views = plan, views
+
+    def graph_plan(
+        self, rows: int, tiles: Tiles, arrays: Mapping[str, Int32Array]
+    ) -> AttentionPlan:
+        """What a graph of `rows` decodes is captured with: `arrays` at their full length."""
+        num_items = len(arrays["item_first"])
+        return AttentionPlan(
+            num_decodes=rows,
+            num_parts=num_items,
+            num_items=num_items,
+            num_tiles=0,
+            tiles=tiles,
+            arrays=arrays,
+            graph_rows=rows,
+        )
+
+    def before_replay(self, plan: AttentionPlan, rows: int, views: Mapping[str, Tensor]) -> None:
+        """Nothing: the kernels of a graph read the step's work from the uploaded arrays."""
 
     def plan(self, batch: ForwardBatch) -> None:
         plan = self.prepare(batch)

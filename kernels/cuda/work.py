@@ -40,6 +40,12 @@ class DecodeWork:
     def total_parts(self) -> int:
         return int(self.num_parts.sum())
 
+    def tokens_read(self, positions: Int32Array) -> int:
+        """Keys that the items read, per kv head: the traffic of the step."""
+        leaders = self.item_rows[self.item_first]
+        ends = np.minimum((self.item_split + 1) * SPLIT, positions[leaders] + 1)
+        return int((ends - self.item_split * SPLIT).sum())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendWork:

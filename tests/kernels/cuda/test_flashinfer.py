@@ -1,0 +1,179 @@
+"""FlashInfer's backend: its control flow over an emulation, and its calls against the original."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import flashinfer_emulation
+import numpy as np
+import pytest
+import torch
+from attention_cases import Case, Sequence_, make_batch, poisoned_pool, random_rows
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from palmette.kernels.cuda import flashinfer
+from palmette.kernels.cuda.device import HostDevice
+from palmette.kernels.reference import ReferenceAttention
+from palmette.runtime.cuda_runner import CudaRunner
+from palmette.runtime.torch_runner import TorchRunner
+from palmette.runtime.weights import open_checkpoint
+
+TREE = tuple(Sequence_(1, 1040 + i, "a", 1024) for i in range(6))
+CASES = {
+    "decodes": Case(sequences=((1, 0), (1, 15), (1, 300), (1, 16))),
+    "mixed": Case(sequences=((1, 20), (12, 4), (1, 0), (2, 255))),
+    "group of six": Case(heads=6, kv_heads=1, sequences=((1, 20), (1, 33))),
+    "window": Case(window=20, sequences=((1, 300), (1, 7))),
+    "extend in a window": Case(window=20, sequences=((30, 10), (1, 300))),
+    "shared": Case(sequences=(*TREE[:2], Sequence_(1, 40), *TREE[2:])),
+    "shared in a window": Case(window=100, sequences=TREE[:3]),
+    "bf16": Case(dtype=torch.bfloat16, sequences=TREE[:3]),
+    "nothing": Case(sequences=((0, 20),)),
+}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_emulation)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name: str) -> None:
+    case = CASES[name]
+    batch = make_batch(case)
+    q, k, v = random_rows(case, batch)
+    expected = ReferenceAttention(poisoned_pool(case), sliding_window=case.window)
+    found = flashinfer.FlashInferAttention(
+        poisoned_pool(case), num_heads=case.heads, sliding_window=case.window
+    )
+    for attention in (expected, found):
+        attention.plan(batch)
+    results = [attention.run(1, q, k, v).float() for attention in (found, expected)]
+    torch.testing.assert_close(*results, rtol=0, atol=TOLERANCE[case.dtype])
+
+
+def test_it_plans_once_a_step_and_runs_once_a_layer() -> None:
+    case = CASES["shared"]
+    attention = flashinfer.FlashInferAttention(poisoned_pool(case), num_heads=case.heads)
+    batch = make_batch(case)
+    attention.plan(batch)
+    for layer in range(2):
+        attention.run(layer, *random_rows(case, batch))
+    wrappers = attention._wrappers.eager(2)
+    assert [wrapper.calls for wrapper in wrappers] == [["plan", "run", "run"]] * 2
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_replay_reads_the_buffers_of_its_graph(
+    share: bool, tiny_models: Any, model_driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes of 1, 3 and 2 rows over graphs of 1 and 4, one of them a cascade: as torch's."""
+    from palmette.kernels.cuda import cascade
+
+    monkeypatch.setattr(cascade, "MIN_GROUP_TOKENS", 16)
+    monkeypatch.setattr(flashinfer, "HEAD_DIMS", range(16, 257))
+    path = tiny_models.directory("qwen3")
+    prompt = [int(token) for token in np.random.default_rng(7).integers(3, 300, 50)]
+    pool = {"num_pages": 32, "page_size": 16}
+    plain = TorchRunner(open_checkpoint(path), **pool)
+    runner = CudaRunner(
+        open_checkpoint(path),
+        dtype="fp32",
+        device=HostDevice(),
+        graph_rows=(1, 4),
+        attention="flashinfer",
+        share_pages=share,
+        **pool,
+    )
+    expected, found = model_driver(plain), model_driver(runner)
+    steps = [{"a": prompt[:35]}, {"a": prompt[35:36]}, {"b": prompt[32:34], "c": prompt[40:45]}]
+    steps += [{"a": [5], "b": [6], "c": [7]}, {"c": [8], "b": [9]}, {"a": [10]}]
+    for index, parts in enumerate(steps):
+        if index == 2:
+            for driver in (expected, found):
+                driver.share("b", "a", 32)
+        want = np.concatenate(list(expected.step(parts).values()))
+        logits = runner.launch(found.batch(parts)).logits.numpy()
+        np.testing.assert_allclose(logits, want, rtol=0, atol=1e-4)
+    assert runner.graph_replays == 4
+    kinds = {tiles.block_m for _, tiles in runner._graphs}
+    assert kinds == ({1, 2} if share else {1})
+
+
+def source() -> Path:
+    spec = find_spec("flashinfer")  # the emulation hides the package, not its files
+    places = [Path(entry, "flashinfer") for entry in sys.path]
+    found = [place for place in places if (place / "decode.py").exists()]
+    if spec is None or not found:
+        pytest.skip("flashinfer is not installed")
+    return found[0]
+
+
+def parameters(path: Path, class_name: str | None, name: str) -> list[str]:
+    body: Any = ast.parse(path.read_text(encoding="utf-8")).body
+    if class_name is not None:
+        body = next(n for n in body if isinstance(n, ast.ClassDef) and n.name == class_name).body
+    functions = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == name]
+    arguments = functions[-1].args  # the last one is the body of overloads
+    return [a.arg for a in (*arguments.args, *arguments.kwonlyargs)]
+
+
+@pytest.mark.parametrize(
+    ("file", "class_name", "function"),
+    [
+        (file, name, function)
+        for file, name in (
+            ("decode.py", "BatchDecodeWithPagedKVCacheWrapper"),
+            ("prefill.py", "BatchPrefillWithPagedKVCacheWrapper"),
+        )
+        for function in ("__init__", "plan", "run", "reset_workspace_buffer")
+    ]
+    + [("cascade.py", None, "merge_state_in_place")],
+)
+def test_calls_fit_the_original(file: str, class_name: str | None, function: str) -> None:
+    """Parameters by position are the original's first ones, in order; keywords exist there."""
+    own = Path(flashinfer_emulation.__file__)
+    holder = class_name
+    if function == "reset_workspace_buffer":
+        holder = "_Wrapper"
+    emulated = parameters(own, holder, function)
+    original = parameters(source() / file, class_name, function)
+    tree = ast.parse(own.read_text(encoding="utf-8")).body
+    if holder is not None:
+        tree = next(n for n in tree if isinstance(n, ast.ClassDef) and n.name == holder).body
+    node = next(n for n in tree if isinstance(n, ast.FunctionDef) and n.name == function)
+    keywords = {a.arg for a in node.args.kwonlyargs}
+    by_position = [name for name in emulated if name not in keywords]
+    assert original[: len(by_position)] == by_position
+    assert keywords <= set(original)
+
+
+@pytest.mark.gpu
+def test_the_original_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package itself on a device: decodes, chunks, shared pages."""
+    monkeypatch.delitem(sys.modules, "flashinfer")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    reason = flashinfer.why_not(64)
+    if reason is not None:
+        pytest.skip(reason)
+    for name in ("decodes", "mixed", "shared", "window"):
+        case = CASES[name]
+        case = Case(dtype=torch.bfloat16, window=case.window, sequences=case.sequences)
+        batch = make_batch(case)
+        rows = random_rows(case, batch, "cuda")
+        results = []
+        for kind, extra in (
+            (ReferenceAttention, {}),
+            (flashinfer.FlashInferAttention, {"num_heads": case.heads}),
+        ):
+            attention = kind(poisoned_pool(case, "cuda"), sliding_window=case.window, **extra)
+            attention.plan(batch)
+            results.append(attention.run(1, *rows).float())
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=2e-2)
