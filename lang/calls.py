@@ -6,7 +6,6 @@ answer is written once.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -29,7 +28,7 @@ from .content import Content, Encoder, choice_ids, kept_ids, prompt_ids
 from .ir import Gen, Select
 from .meta import Meta, cached_details, request_meta, rows, top_rows
 from .outlook import Outlook
-from .streams import Issue, Later, Stream
+from .streams import Issue, Later, Stream, other_seed
 
 TRANSIENT = frozenset({"overloaded", "unavailable", "unreachable"})  # codes of errors that pass
 _BACKOFF_S = 0.05  # before the first repetition, doubled for each further one
@@ -376,14 +375,6 @@ class SelectCall(_Streams):
             Score(token.logprob if token.logprob is not None else 0.0, token.token_id, text)
             for token, text in zip(tokens, texts, strict=True)
         )
-
-
-def other_seed(sampling: SamplingParams, attempt: int) -> SamplingParams:
-    """`sampling` for asking once more: a seed that depends on the given one, if there is one."""
-    if sampling.seed is None:
-        return sampling
-    digest = hashlib.blake2b(f"{sampling.seed} {attempt}".encode(), digest_size=8).digest()
-    return replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
 
 
 _SCORE_ONLY = SamplingParams(max_new_tokens=0, temperature=0.0)

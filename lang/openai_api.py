@@ -27,6 +27,7 @@ from palmette.runtime.request import (
 from .hosted import HostedClient, check_text
 from .hosted_text import END, Thinking, check_options, hosted_info, messages_of
 from .overrun import Asker, Overruns, may_overrun
+from .streams import sampling_alone
 
 _URL = "https://api.openai.com/v1"
 _FINISH = {"length": FinishReason.LENGTH}
@@ -115,7 +116,7 @@ class OpenAI(HostedClient):
         } | self._extra
 
     def _sampling(self, request: Request) -> dict[str, object]:
-        sampling = request.sampling
+        sampling = sampling_alone(request)
         check_options(
             {
                 "top_k": sampling.top_k > 0,

@@ -149,7 +149,7 @@ class Lookahead:
             self._batch.num_left -= not self._has_called
             self._has_called = True
             shared.append((self._batch, self._batch.num_left + self._root.num_open))
-        group = f"{self._run_id}-{forks[0].states[-1]}" if forks else None
+        group = f"{self._run_id}-s{forks[0].states[-1]}" if forks else None  # no call's id
         return Outlook(self._segments[node.source].num_open, group, tuple(shared))
 
     def _add(self, segment: _Segment, count: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from palmette.constrained.spec import ConstraintIssue
@@ -12,6 +14,7 @@ from palmette.runtime.request import (
     FinishReason,
     Output,
     Request,
+    SamplingParams,
     Timing,
     TokenLogprob,
     Usage,
@@ -30,6 +33,21 @@ Issue: TypeAlias = Request | Later
 
 def request_of(issue: Issue) -> Request:
     return issue.request if isinstance(issue, Later) else issue
+
+
+def other_seed(sampling: SamplingParams, attempt: object) -> SamplingParams:
+    """`sampling` for asking once more: a seed that depends on the given one, if there is one."""
+    if sampling.seed is None:
+        return sampling
+    digest = hashlib.blake2b(f"{sampling.seed} {attempt}".encode(), digest_size=8).digest()
+    return replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
+
+
+def sampling_alone(request: Request) -> SamplingParams:
+    """How a backend draws one choice that it takes for the first: else all would be equal."""
+    if request.choice_index == 0:
+        return request.sampling
+    return other_seed(request.sampling, f"choice {request.choice_index}")
 
 
 class Stream:

@@ -26,6 +26,8 @@ from palmette.runtime.request import (
     Usage,
 )
 
+from .streams import sampling_alone
+
 MAX_TEXTS = 128  # in one call
 
 
@@ -61,7 +63,7 @@ class Batch:
         return None if given is None else given + grace_s
 
     def body(self, *, with_hints: bool = False) -> dict[str, object]:
-        """The POST; `with_hints`: to a server that knows the fields of `ReuseHint`."""
+        """The POST; `with_hints`: to a server that knows Palmette's own fields."""
         first = self.requests[0]
         is_list = not self.is_choices and len(self.requests) > 1
         prompts = [list(request.prompt_ids) for request in self.requests]
@@ -70,7 +72,9 @@ class Batch:
             "input_ids": prompts if is_list else prompts[0],
             "rid": rids if is_list else rids[0],
             "sampling_params": _sampling(
-                first, num_choices=len(self.requests) if self.is_choices else 1
+                first,
+                num_choices=len(self.requests) if self.is_choices else 1,
+                knows_index=with_hints,
             ),
             "stream": True,
             "priority": first.priority,
@@ -169,9 +173,16 @@ def batches_of(requests: Sequence[Request]) -> Iterator[Batch]:
 
 
 def _is_scored_with(first: Request, request: Request) -> bool:
-    """Whether both are choices of one select: their group is the call's id."""
-    group = first.hint.group
-    return group == request.hint.group and group == request.request_id.rpartition(".")[0]
+    """Whether both only score prompts, as the choices of a select do, and go in one list."""
+    return (
+        request.sampling.max_new_tokens == 0
+        and request.hint.group is not None
+        and request.hint.group == first.hint.group
+        and request.choice_index == first.choice_index == 0
+        and request.logprobs.num_top == first.logprobs.num_top
+        and (request.logprobs.prompt_start is None) == (first.logprobs.prompt_start is None)
+        and _is_asked_alike(first, request)
+    )
 
 
 def _is_next_choice(group: Sequence[Request], request: Request) -> bool:
@@ -180,11 +191,21 @@ def _is_next_choice(group: Sequence[Request], request: Request) -> bool:
         first.choice_index == 0
         and request.choice_index == len(group)
         and request.prompt_ids == first.prompt_ids
-        and request.sampling == first.sampling
+        and request.logprobs == first.logprobs
+        and _is_asked_alike(first, request)
+    )
+
+
+def _is_asked_alike(first: Request, request: Request) -> bool:
+    """Whether what a POST says once holds for both."""
+    return (
+        request.sampling == first.sampling
         and request.grammar == first.grammar
         and request.reasoning == first.reasoning
-        and request.logprobs == first.logprobs
         and request.deadline_s == first.deadline_s
+        and request.priority == first.priority
+        and request.program == first.program
+        and request.namespace == first.namespace
     )
 
 
@@ -200,8 +221,9 @@ def _hints(last: ReuseHint) -> dict[str, object]:
     return body
 
 
-def _sampling(request: Request, *, num_choices: int) -> dict[str, object]:
-    sampling = request.sampling
+def _sampling(request: Request, *, num_choices: int, knows_index: bool) -> dict[str, object]:
+    """`knows_index`: the server can be told which choice a single one is, which is asked again."""
+    sampling = request.sampling if knows_index else sampling_alone(request)
     body: dict[str, object] = {
         "max_new_tokens": sampling.max_new_tokens,
         "min_new_tokens": sampling.min_new_tokens,
@@ -221,6 +243,8 @@ def _sampling(request: Request, *, num_choices: int) -> dict[str, object]:
     }
     if num_choices > 1:
         body["n"] = num_choices
+    if request.choice_index and knows_index:
+        body["choice_index"] = request.choice_index
     if sampling.seed is not None:
         body["sampling_seed"] = sampling.seed
     if sampling.logit_bias:

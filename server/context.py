@@ -20,7 +20,7 @@ from .calls import Call, CallTable
 from .config import ServerConfig
 from .errors import ApiError, invalid
 from .forecasts import Forecaster
-from .limits import Plan, TokenIds, check_rid, make_requests, salt
+from .limits import Plan, TokenIds, check_rid, make_requests, prompt_of_each, salt
 from .metrics import ServerMetrics
 from .program_store import ProgramStore
 from .remote_engine import AsyncEngine, EngineState
@@ -117,7 +117,7 @@ class ServerContext:
             call_id,
             requests,
             owner=owner.name,
-            rids=_by_rid(rids, requests, self.config.max_rid_length),
+            rids=_by_rid(rids, requests, plans, self.config.max_rid_length),
             names=names,
             receive=request.receive,
         )
@@ -135,17 +135,18 @@ class ServerContext:
 
 
 def _by_rid(
-    rids: Sequence[str], requests: Sequence[EngineRequest], max_length: int
+    rids: Sequence[str],
+    requests: Sequence[EngineRequest],
+    plans: Sequence[Plan],
+    max_length: int,
 ) -> dict[str, list[str]]:
     for rid in rids:
         check_rid(rid, max_length)
     if len(set(rids)) != len(rids):
         raise ApiError(409, "rid: the same id twice", param="rid", code="duplicate_id")
     result: dict[str, list[str]] = {rid: [] for rid in rids}
-    prompt = -1
-    for request in requests:
-        prompt += request.choice_index == 0
-        if rids:
+    if rids:
+        for request, prompt in zip(requests, prompt_of_each(plans), strict=True):
             result[rids[min(prompt, len(rids) - 1)]].append(request.request_id)
     return result
 

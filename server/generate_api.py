@@ -43,6 +43,7 @@ from .limits import (
     names_of,
     new_call_id,
     prompt_list,
+    prompt_of_each,
 )
 from .openai_format import number
 from .reasoning import named_reasoning
@@ -158,6 +159,7 @@ def _plans(
                 reasoning=named_reasoning(sampling.reasoning_end),
                 logprobs=options,
                 n=sampling.n,
+                first_choice=sampling.choice_index,
                 namespace=namespace,
                 priority=priority,
                 tenant=owner.name,
@@ -285,8 +287,7 @@ class GenerateFormat:
             return rid
         if rid is None:
             return choice.request.request_id
-        position = sum(c.request.choice_index == 0 for c in self.call.choices[: choice.index + 1])
-        return rid[position - 1]
+        return rid[prompt_of_each(self.plans)[choice.index]]
 
 
 class LogprobTables:

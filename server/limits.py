@@ -76,6 +76,7 @@ class Plan:
     reasoning: Reasoning | None = None
     logprobs: LogprobOptions = field(default_factory=LogprobOptions)
     n: int = 1
+    first_choice: int = 0  # its index; the others count on from it
     namespace: tuple[str, ...] = ()
     priority: int = 0
     tenant: str = ""
@@ -100,7 +101,7 @@ def make_requests(
     num_all = sum(plan.n for plan in plans)
     requests: list[Request] = []
     for prompt, plan in zip(prompts, plans, strict=True):
-        for choice_index in range(plan.n):
+        for index in range(plan.n):
             request = Request(
                 request_id=f"{call_id}-{len(requests)}",
                 prompt_ids=prompt,
@@ -108,21 +109,27 @@ def make_requests(
                 grammar=None if plan.constraint is None else plan.constraint.spec,
                 reasoning=plan.reasoning,
                 logprobs=plan.logprobs,
-                choice_index=choice_index,
+                choice_index=plan.first_choice + index,
                 namespace=plan.namespace,
                 priority=plan.priority,
                 tenant=plan.tenant,
                 program=plan.program,
                 deadline_s=plan.deadline_s,
-                hint=_hint_of(plan.hint, num_all - len(requests) - 1, plan.n - choice_index - 1),
+                hint=_hint_of(plan.hint, num_all - len(requests) - 1, plan.n - index - 1),
             )
-            if choice_index == 0:
+            if index == 0:
                 try:
-                    check_request(replace(request, hint=plan.hint), info)
+                    last = plan.first_choice + plan.n - 1
+                    check_request(replace(request, hint=plan.hint, choice_index=last), info)
                 except RequestError as error:
                     raise from_request_error(error, names) from None
             requests.append(request)
     return requests
+
+
+def prompt_of_each(plans: Sequence[Plan]) -> list[int]:
+    """For each of the requests that `make_requests` makes, the place of its prompt."""
+    return [place for place, plan in enumerate(plans) for _ in range(plan.n)]
 
 
 def _hint_of(hint: ReuseHint, num_later: int, num_same: int) -> ReuseHint:

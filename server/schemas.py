@@ -163,6 +163,7 @@ class SamplingBody(JsonOptions, kw_only=True, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     n: int = 1
+    choice_index: int = 0  # the first of the n: what is drawn depends on it
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
     stop_regex: str | list[str] = []

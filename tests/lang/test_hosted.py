@@ -375,3 +375,14 @@ def test_what_is_aborted_or_closed_at_once_still_ends() -> None:
         [output] = client.poll()
         assert (output.request_id, output.finish and output.finish.reason) == (request_id, "abort")
         assert client.poll() == []
+
+
+def test_samples_of_one_seed_are_asked_for_with_seeds_of_their_own(texts: EngineClient) -> None:
+    state = pm.function(lambda s: s.__iadd__("x" + pm.gen("p", n=3, seed=4, max_tokens=2)))
+    requests = []
+    submit = texts.submit
+    texts.submit = lambda some: (requests.extend(some), submit(some))[1]  # type: ignore[method-assign]
+    assert len(state.run(backend=texts)["p"]) == 3
+    assert isinstance(texts, pm.OpenAI)
+    seeds = [texts._call(request)[1]["seed"] for request in requests]
+    assert seeds[0] == 4 and len(set(seeds)) == 3

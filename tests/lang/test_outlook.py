@@ -244,7 +244,7 @@ def test_counts_are_those_of_a_walk_over_the_whole_graph(seed: int) -> None:
         forks = [s for s in line_of(gen.source, sources) if children.count(s) > 1][:4]
         assert outlook.uses == below(gen.source)
         assert [uses for _, uses in outlook.shared] == [below(fork) for fork in forks]
-        assert outlook.group == (f"run-{forks[0]}" if forks else None)
+        assert outlook.group == (f"run-s{forks[0]}" if forks else None)
 
 
 def line_of(state: int, sources: dict[int, int]) -> list[int]:
