@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         global_config,
         set_default_backend,
     )
-    from palmette.lang.beam import Beam, beam
+    from palmette.lang.beam import Beam, beam, beam_async
     from palmette.lang.choices import (
         constrained_likelihood,
         greedy_token_selection,
@@ -89,6 +89,7 @@ _PUBLIC = {
     "assistant_begin": "palmette.lang.roles",
     "assistant_end": "palmette.lang.roles",
     "beam": "palmette.lang.beam",
+    "beam_async": "palmette.lang.beam",
     "constrained_likelihood": "palmette.lang.choices",
     "explain": "palmette.lang.explain",
     "flush_cache": "palmette.lang.backends",
@@ -144,6 +145,7 @@ __all__ = [
     "assistant_begin",
     "assistant_end",
     "beam",
+    "beam_async",
     "constrained_likelihood",
     "explain",
     "flush_cache",

@@ -32,7 +32,7 @@ SAMPLING_NAMES = tuple(
 _IDLE_BESIDE_CHOICES = frozenset(
     {
         *("max_tokens", "min_tokens", "stop", "stop_token_ids", "stop_regex", "ignore_eos", "seed"),
-        *("temperature", "top_p", "top_k", "min_p", "priority", "skip_special_tokens"),
+        *("temperature", "top_p", "top_k", "min_p", "skip_special_tokens"),
         *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"),
     }
 )
@@ -44,10 +44,9 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,),
     "logit_bias": ({},),
     "separate_reasoning": (True,),
-    "retry": (0,),
 }
 _CONSTRAINTS = ("choices", "regex", "json_schema", "ebnf", "structural_tag", "dtype", "type")
-_OF_CHOICES = ("name", "choices", "choices_method")
+_OF_CHOICES = ("name", "choices", "choices_method", "priority", "timeout", "retry")
 
 
 def unknown_argument(place: str, name: str, known: Iterable[str], remedy: str = "") -> TypeError:

@@ -11,14 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from .errors import located
+from .errors import ConcretizationError, located
 from .generation import gen
 from .host import Span, caller_line
 from .ir import Line
 from .state import ProgramState
+from .writer import StateWriter
 
+if TYPE_CHECKING:
+    from .async_state import AsyncState
+
+S = TypeVar("S", bound=StateWriter)
 _NEXT = "beam"  # the variable of a step, in forks that nobody else sees
 
 
@@ -38,8 +43,8 @@ class Beam:
 
 
 @dataclass(slots=True)
-class _Live:
-    state: ProgramState
+class _Live(Generic[S]):
+    state: S
     beam: Beam
 
 
@@ -61,53 +66,79 @@ def beam(
 
     Raises:
         ValueError: a parameter is out of range.
+        ConcretizationError: the program is compiled; a search reads what it generates.
         ProgramError: a request failed.
     """
     if not isinstance(s, ProgramState):
         raise TypeError(
-            f"beam: it waits for each step, and {type(s).__name__} reads with await; put it into a "
-            "plain program and `await program.run_async(...)`"
+            f"beam: it waits for each step, and {type(s).__name__} reads with await; write "
+            "`await pm.beam_async(s, ...)`"
         )
-    line = caller_line()
-    session = s._host.session
-    if session is None:
-        raise located(ValueError("beam: it reads what it generates; run the program"), line)
-    info = session.client.info()
-    limit = info.limits.max_top_logprobs
-    if not 1 <= width <= limit:
-        raise located(ValueError(f"width: {width} is out of range; it must be 1..{limit}"), line)
-    if max_tokens < 1:
-        raise located(
-            ValueError(f"max_tokens: {max_tokens} is out of range; it must be >= 1"), line
-        )
-    if not math.isfinite(length_penalty):
-        what = f"length_penalty: {length_penalty} is out of range; it must be finite"
-        raise located(ValueError(what), line)
-    nothing = Beam(text="", token_ids=(), logprob=0.0, is_finished=False)
-    live, finished = [_Live(s.fork(1)[0], nothing)], list[Beam]()
-    for _ in range(max_tokens):
-        found = _continuations(live, width, frozenset(info.eos_token_ids))
-        finished += [beam for _, beam in found if beam.is_finished]
-        live = [_child(parent, beam, line) for parent, beam in found if not beam.is_finished]
-        finished = _best(finished, width, length_penalty)
-        if not live or (not length_penalty and _is_settled(live, finished, width)):
-            break
-    beams = _best([*finished, *(one.beam for one in live)], width, length_penalty)
-    decode = session.encoder.decode  # of all ids together: a character may have several
-    beams = [replace(one, text=decode(one.token_ids)) for one in beams]
-    base = s._state
-    s._append_tokens(beams[0].text, beams[0].token_ids, line)
-    s._variables[name] = Span(base, s._state)
-    return beams
+    search = _Search(s, caller_line(), width, max_tokens, length_penalty)
+    while probes := search.probes():
+        search.take([probe.get_meta_info(_NEXT) for probe in probes])
+    return search.appended(name)
 
 
-def _continuations(
-    live: Sequence[_Live], width: int, end_ids: frozenset[int]
-) -> list[tuple[_Live, Beam]]:
-    """The best `width` beams that are one token longer, each with the one it goes on from."""
-    probes = [one.state.fork(1)[0] for one in live]
-    for probe in probes:  # written before any is read: they run together
-        probe += gen(
+async def beam_async(
+    s: AsyncState,
+    name: str,
+    *,
+    width: int = 4,
+    max_tokens: int = 32,
+    length_penalty: float = 0.0,
+) -> list[Beam]:
+    """`beam` in an `async def` program.
+
+    >>> s += "The capital of France is"
+    >>> beams = await pm.beam_async(s, "answer", width=2, max_tokens=4)
+
+    Raises:
+        ValueError: a parameter is out of range.
+        ConcretizationError: the program is compiled; a search reads what it generates.
+        ProgramError: a request failed.
+    """
+    search = _Search(s, caller_line(), width, max_tokens, length_penalty)
+    while probes := search.probes():
+        search.take([await probe.get_meta_info(_NEXT) for probe in probes])
+    return search.appended(name)
+
+
+class _Search(Generic[S]):
+    """The beams of a state; who calls it waits for the probes of each step."""
+
+    def __init__(
+        self, s: S, line: Line, width: int, max_tokens: int, length_penalty: float
+    ) -> None:
+        session = s._host.session
+        if session is None:
+            raise ConcretizationError("what a beam search reads at each step", line)
+        self._encoder, info = session.encoder, session.client.info()
+        limit = info.limits.max_top_logprobs
+        if not 1 <= width <= limit:
+            raise located(
+                ValueError(f"width: {width} is out of range; it must be 1..{limit}"), line
+            )
+        if max_tokens < 1:
+            raise located(
+                ValueError(f"max_tokens: {max_tokens} is out of range; it must be >= 1"), line
+            )
+        if not math.isfinite(length_penalty):
+            what = f"length_penalty: {length_penalty} is out of range; it must be finite"
+            raise located(ValueError(what), line)
+        self._state, self._line = s, line
+        self._width, self._num_left, self._length_penalty = width, max_tokens, length_penalty
+        self._end_ids = frozenset(info.eos_token_ids)
+        nothing = Beam(text="", token_ids=(), logprob=0.0, is_finished=False)
+        self._live, self._finished = [_Live(s.fork(1)[0], nothing)], list[Beam]()
+
+    def probes(self) -> list[S]:
+        """States that ask for the next token of each beam, to be waited for; none at the end."""
+        if not self._num_left or not self._live:
+            return []
+        self._num_left -= 1
+        probes = [one.state.fork(1)[0] for one in self._live]
+        next_token = gen(
             _NEXT,
             max_tokens=1,
             temperature=0,
@@ -116,35 +147,56 @@ def _continuations(
             n=1,
             stop=(),
             return_logprob=True,
-            top_logprobs_num=width,
+            top_logprobs_num=self._width,
             return_text_in_logprobs=True,
         )
-    found: list[tuple[_Live, Beam]] = []
-    for one, probe in zip(live, probes, strict=True):
-        meta: Any = probe.get_meta_info(_NEXT)
-        for logprob, token_id, text in meta["output_top_logprobs"][0]:
-            is_end = token_id in end_ids
-            beam = Beam(
-                text=one.beam.text + ("" if is_end else text),
-                token_ids=one.beam.token_ids if is_end else (*one.beam.token_ids, token_id),
-                logprob=one.beam.logprob + logprob,
-                is_finished=is_end,
-            )
-            found.append((one, beam))
-    found.sort(key=lambda item: -item[1].logprob)  # stable: of equals the earlier
-    return found[:width]
+        for probe in probes:  # written before any is read: they run together
+            probe._append(next_token)
+        return probes
+
+    def take(self, metas: Sequence[Any]) -> None:
+        """The meta information of the probes' gens: the best continuations go on."""
+        found: list[tuple[_Live[S], Beam]] = []
+        for one, meta in zip(self._live, metas, strict=True):
+            for logprob, token_id, text in meta["output_top_logprobs"][0]:
+                is_end = token_id in self._end_ids
+                beam = Beam(
+                    text=one.beam.text + ("" if is_end else text),
+                    token_ids=one.beam.token_ids if is_end else (*one.beam.token_ids, token_id),
+                    logprob=one.beam.logprob + logprob,
+                    is_finished=is_end,
+                )
+                found.append((one, beam))
+        found.sort(key=lambda item: -item[1].logprob)  # stable: of equals the earlier
+        found = found[: self._width]
+        finished = [*self._finished, *(beam for _, beam in found if beam.is_finished)]
+        self._live = [self._child(one, beam) for one, beam in found if not beam.is_finished]
+        self._finished = _best(finished, self._width, self._length_penalty)
+        live = [one.beam for one in self._live]
+        if live and not self._length_penalty and _is_settled(live, self._finished, self._width):
+            self._num_left = 0
+
+    def appended(self, name: str) -> list[Beam]:
+        """All beams, best first; the best is what the state goes on with."""
+        beams = [*self._finished, *(one.beam for one in self._live)]
+        beams = _best(beams, self._width, self._length_penalty)
+        decode = self._encoder.decode  # of all ids together: a character may have several
+        beams = [replace(one, text=decode(one.token_ids)) for one in beams]
+        s, base = self._state, self._state._state
+        s._append_tokens(beams[0].text, beams[0].token_ids, self._line)
+        s._variables[name] = Span(base, s._state)
+        return beams
+
+    def _child(self, parent: _Live[S], beam: Beam) -> _Live[S]:
+        state = parent.state.fork(1)[0]
+        text = beam.text[len(parent.beam.text) :]
+        state._append_tokens(text, beam.token_ids[-1:], self._line)
+        return _Live(state, beam)
 
 
-def _child(parent: _Live, beam: Beam, line: Line) -> _Live:
-    state = parent.state.fork(1)[0]
-    text = beam.text[len(parent.beam.text) :]
-    state._append_tokens(text, beam.token_ids[-1:], line)
-    return _Live(state, beam)
-
-
-def _is_settled(live: Sequence[_Live], finished: Sequence[Beam], width: int) -> bool:
+def _is_settled(live: Sequence[Beam], finished: Sequence[Beam], width: int) -> bool:
     """Whether no longer text can be among the best: a log-probability only falls."""
-    return len(finished) == width and finished[-1].logprob >= max(one.beam.logprob for one in live)
+    return len(finished) == width and finished[-1].logprob >= max(one.logprob for one in live)
 
 
 def _best(beams: Sequence[Beam], width: int, length_penalty: float) -> list[Beam]:

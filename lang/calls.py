@@ -109,8 +109,13 @@ class PendingCall(Protocol):
 class _Streams:
     """What a call with several requests has in common with every other."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Request], retry: int) -> None:
+        """`retry`: how often each is asked again."""
         self.streams = [self._stream(request) for request in requests]
+        self._retry = retry
+        self._ids = [request.request_id for request in requests]
+        self._num_tries = [1] * len(requests)
+        self._again: list[Issue] = []
         self._given_up: list[Stream] = []
         self._by_id = {stream.request.request_id: stream for stream in self.streams}
         self._num_open = len(self.streams)
@@ -129,11 +134,31 @@ class _Streams:
         return self._num_open == 0
 
     def take_again(self) -> list[Issue]:
-        return []
+        again, self._again = self._again, []
+        return again
 
     def _is_repeated(self, stream: Stream) -> bool:
         """Judge a stream that has ended; True when it is asked again."""
-        return False
+        failure = stream.failure()
+        if failure is None or failure.code not in TRANSIENT:
+            return False
+        tries = self._num_tries[self.streams.index(stream)]
+        pause_s = min(_BACKOFF_S * 2 ** (tries - 1), _MAX_BACKOFF_S)
+        return self._ask_again(stream, stream.request.sampling, after_s=pause_s)
+
+    def _ask_again(self, stream: Stream, sampling: SamplingParams, *, after_s: float) -> bool:
+        """False: it was asked often enough."""
+        index = self.streams.index(stream)
+        tries = self._num_tries[index]
+        if tries > self._retry:
+            return False
+        self._num_tries[index] += 1
+        self._given_up.append(stream)
+        request_id = f"{self._ids[index]}~{tries}"
+        request = replace(stream.request, request_id=request_id, sampling=sampling)
+        self.streams[index] = self._by_id[request_id] = self._stream(request)
+        self._again.append(Later(request, after_s) if after_s else request)
+        return True
 
     def failure(self) -> ErrorInfo | None:
         for stream in self.streams:
@@ -183,13 +208,13 @@ class GenCall(_Streams):
         sampling = options.sampling
         if _looks_ahead(node):
             sampling = replace(sampling, max_new_tokens=1)
-        self._ids = [request_id if count == 1 else f"{request_id}.{i}" for i in range(count)]
+        ids = [request_id if count == 1 else f"{request_id}.{i}" for i in range(count)]
         told = outlook.of_choices(prompt, count)
         if options.overrun_tokens and count == 1:
             told = [replace(told[0], overrun_tokens=options.overrun_tokens)]
         requests = [
             Request(
-                request_id=self._ids[index],
+                request_id=ids[index],
                 prompt_ids=prompt,
                 sampling=sampling,
                 grammar=options.grammar,
@@ -203,9 +228,7 @@ class GenCall(_Streams):
             )
             for index in range(count)
         ]
-        super().__init__(requests)
-        self._num_tries = [1] * count
-        self._again: list[Issue] = []
+        super().__init__(requests, options.retry)
 
     @property
     def text(self) -> str:
@@ -216,10 +239,6 @@ class GenCall(_Streams):
     def meta(self) -> Meta:
         return self._meta(self.streams[0])
 
-    def take_again(self) -> list[Issue]:
-        again, self._again = self._again, []
-        return again
-
     def _is_repeated(self, stream: Stream) -> bool:
         options, failure = self._node.options, stream.failure()
         if failure is None and options.type is not None:
@@ -227,31 +246,14 @@ class GenCall(_Streams):
                 stream.value = options.type.parse(stream.answer)
             except ValueError as error:
                 failure = ErrorInfo(code="validation", message=str(error))
-        if failure is None:
-            return False
-        index = stream.request.choice_index
-        tries = self._num_tries[index]
-        is_greedy = failure.code == "validation" and options.sampling.temperature == 0
-        if tries > options.retry or is_greedy or failure.code not in (*TRANSIENT, "validation"):
-            stream.fail(failure)
-            return False
-        self._num_tries[index] += 1
-        self._given_up.append(stream)
-        request = replace(stream.request, request_id=f"{self._ids[index]}~{tries}")
-        if failure.code == "validation":
-            self._repeat(request, index, other_seed(options.sampling, tries), after_s=0.0)
-        else:
-            pause_s = min(_BACKOFF_S * 2 ** (tries - 1), _MAX_BACKOFF_S)
-            self._repeat(request, index, stream.request.sampling, after_s=pause_s)
-        return True
-
-    def _repeat(
-        self, request: Request, index: int, sampling: SamplingParams, *, after_s: float
-    ) -> None:
-        request = replace(request, sampling=sampling)
-        stream = self.streams[index] = self._stream(request)
-        self._by_id[request.request_id] = stream
-        self._again.append(Later(request, after_s) if after_s else request)
+        if failure is None or failure.code != "validation":
+            return super()._is_repeated(stream)
+        if options.sampling.temperature > 0:
+            tries = self._num_tries[self.streams.index(stream)]
+            if self._ask_again(stream, other_seed(options.sampling, tries), after_s=0.0):
+                return True
+        stream.fail(failure)
+        return False
 
     def result(self) -> Result:
         first = self.streams[0]
@@ -330,7 +332,12 @@ class SelectCall(_Streams):
                 _scoring(f"{request_id}.u{index}", alone + prompt[start:], len(alone), ReuseHint())
                 for index, prompt in enumerate(prompts)
             ]
-        super().__init__(requests)
+        asking = node.asking
+        requests = [
+            replace(request, priority=asking.priority, deadline_s=asking.timeout_s)
+            for request in requests
+        ]
+        super().__init__(requests, asking.retry)
 
     @property
     def text(self) -> str:

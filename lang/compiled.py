@@ -198,7 +198,13 @@ def _interpreted(nodes: Sequence[Node], session: Session) -> Interpreter:
                 reading.gen(node.source, node.name, node.options, node.trusted, node.line)
             case Select():
                 reading.select(
-                    node.source, node.name, node.choices, node.method, node.trusted, node.line
+                    node.source,
+                    node.name,
+                    node.choices,
+                    node.method,
+                    node.trusted,
+                    node.line,
+                    node.asking,
                 )
             case Call():
                 reading.call(node.name, node.function, node.arguments, node.line)

@@ -25,7 +25,9 @@ from .executor import CallRecord
 from .expressions import GenArguments, PlannedOptions, RunDefaults
 from .host import Bound, Gathered, Host, Span, Thought, caller_line
 from .ir import (
+    NOTHING_ASKED,
     ROOT,
+    Asking,
     GenOptions,
     Insert,
     Line,
@@ -112,10 +114,11 @@ class Tracing(NodeMaker):
         method: ChoicesMethod,
         trusted: bool,
         line: Line,
+        asking: Asking = NOTHING_ASKED,
     ) -> tuple[StateId, ValueId]:
         templates = tuple(map(self.holes.template, choices))
         refuse_values("choices", templates)
-        return super().select(source, name, templates, method, trusted, line)
+        return super().select(source, name, templates, method, trusted, line, asking)
 
     def content(self, state: StateId) -> Content:
         _refuse("the text of a state")

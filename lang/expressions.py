@@ -7,7 +7,6 @@ twice, and added to text from both sides.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -19,7 +18,17 @@ from palmette.runtime.request import LogprobOptions, Reasoning, SamplingParams
 from palmette.runtime.text import well_formed
 
 from .choices import ChoicesMethod
-from .ir import REGEX_BOOL, REGEX_FLOAT, REGEX_INT, REGEX_STR, GenOptions, Slot, Template
+from .ir import (
+    NOTHING_ASKED,
+    REGEX_BOOL,
+    REGEX_FLOAT,
+    REGEX_INT,
+    REGEX_STR,
+    Asking,
+    GenOptions,
+    Slot,
+    Template,
+)
 from .typed import OutputType
 
 Stop: TypeAlias = str | tuple[str, ...]
@@ -73,17 +82,24 @@ class RoleEnd(Expr):
 
 
 class SelectExpr(Expr):
-    __slots__ = ("choices", "method", "name")
+    __slots__ = ("asking", "choices", "method", "name")
 
-    def __init__(self, name: str | None, choices: tuple[str, ...], method: ChoicesMethod) -> None:
+    def __init__(
+        self,
+        name: str | None,
+        choices: tuple[str, ...],
+        method: ChoicesMethod,
+        asking: Asking = NOTHING_ASKED,
+    ) -> None:
         self.name = name
         self.choices = choices
         self.method = method
+        self.asking = asking
 
     def named(self, name: str) -> SelectExpr:
         """This select, bound to `name`."""
         _check_unnamed(self.name, name)
-        return SelectExpr(name, self.choices, self.method)
+        return SelectExpr(name, self.choices, self.method, self.asking)
 
 
 class GenExpr(Expr, Generic[T]):
@@ -272,14 +288,10 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
     num_choices = _or(arguments.n, defaults.n)
     if num_choices < 1:
         raise ValueError(f"n: {num_choices} is out of range; it must be >= 1")
-    if arguments.retry < 0:
-        raise ValueError(f"retry: {arguments.retry} is out of range; it must be >= 0")
+    Asking(arguments.priority, arguments.timeout_s, arguments.retry).check()
     num_spec = arguments.num_api_spec_tokens
     if num_spec is not None and num_spec < 1:
         raise ValueError(f"num_api_spec_tokens: {num_spec} is out of range; it must be >= 1")
-    timeout_s = arguments.timeout_s
-    if timeout_s is not None and not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout: {timeout_s} is out of range; it must be > 0 and finite")
     return GenOptions(
         sampling=sampling,
         grammar=grammar,
@@ -291,7 +303,7 @@ def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
             _or(arguments.return_text_in_logprobs, defaults.return_text_in_logprobs)
         ),
         priority=arguments.priority,
-        timeout_s=timeout_s,
+        timeout_s=arguments.timeout_s,
         retry=arguments.retry,
         type=arguments.type,
         overrun_tokens=arguments.num_api_spec_tokens or 0,

@@ -22,6 +22,7 @@ from .expressions import (
     grammar_of,
 )
 from .host import located_at_caller
+from .ir import Asking
 from .typed import output_type
 
 if TYPE_CHECKING:
@@ -202,7 +203,8 @@ def gen(
         raise ValueError("reasoning_end: may not be empty")
     output = None if type is None else output_type(cast(Any, type))
     if choices is not None:
-        return SelectExpr(name, _choices(choices), choices_method or token_length_normalized)
+        method = choices_method or token_length_normalized
+        return _select(name, choices, method, Asking(priority, timeout, retry))
     arguments = GenArguments(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -314,14 +316,21 @@ def select(
     choices: Sequence[str] | None = None,
     temperature: float = 0.0,
     choices_method: ChoicesMethod = token_length_normalized,
+    *,
+    priority: int = 0,
+    timeout: float | None = None,
+    retry: int = 0,
 ) -> Expr:
     """Choose the text among `choices` that the model finds most likely after the state.
 
     >>> s += "Is the sky blue? " + pm.select("answer", ["yes", "no"])
     >>> is_blue = s["answer"] == "yes"
 
+    `priority`, `timeout` and `retry` are those of `gen`.
+
     Raises:
-        ValueError: there are no choices, or a temperature: nothing is sampled.
+        ValueError: there are no choices, a temperature is given (nothing is sampled), or a value is
+            out of range.
     """
     if choices is None:
         raise ValueError("choices: select needs a list of at least one text")
@@ -329,7 +338,14 @@ def select(
         raise ValueError(
             f"temperature: {temperature} is out of range; select does not sample, it must be 0"
         )
-    return SelectExpr(name, _choices(choices), choices_method)
+    return _select(name, choices, choices_method, Asking(priority, timeout, retry))
+
+
+def _select(
+    name: str | None, choices: Sequence[str], method: ChoicesMethod, asking: Asking
+) -> SelectExpr:
+    asking.check()
+    return SelectExpr(name, _choices(choices), method, asking)
 
 
 @overload

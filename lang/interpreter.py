@@ -23,7 +23,9 @@ from .executor import (
     record_of,
 )
 from .ir import (
+    NOTHING_ASKED,
     ROOT,
+    Asking,
     Call,
     Extend,
     Gen,
@@ -82,9 +84,12 @@ class Interpreter:
         method: ChoicesMethod,
         trusted: bool,
         line: Line,
+        asking: Asking = NOTHING_ASKED,
     ) -> tuple[StateId, ValueId]:
         target, value = StateId(len(self._contents)), ValueId(len(self._results))
-        return self._generate(Select(source, target, value, name, choices, method, trusted, line))
+        return self._generate(
+            Select(source, target, value, name, choices, method, trusted, line, asking)
+        )
 
     def call(
         self,

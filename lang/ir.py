@@ -13,6 +13,7 @@ every program, and a tuple costs a third.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -179,6 +180,30 @@ class Gen(NamedTuple):
     line: Line
 
 
+class Asking(NamedTuple):
+    """How the requests of a Select are put; of a Gen see `GenOptions`."""
+
+    priority: int = 0
+    timeout_s: float | None = None  # for each request, from when the backend takes it
+    retry: int = 0  # how often each is asked again where the backend does not take it
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: a value is out of range.
+        """
+        if self.priority != int(self.priority):
+            raise ValueError(f"priority: {self.priority} is no whole number")
+        if self.retry < 0:
+            raise ValueError(f"retry: {self.retry} is out of range; it must be >= 0")
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            what = f"timeout: {self.timeout_s} is out of range; it must be > 0 and finite"
+            raise ValueError(what)
+
+
+NOTHING_ASKED = Asking()
+
+
 class Select(NamedTuple):
     """Choose one of `choices` after `source`; `target` goes on with the chosen text."""
 
@@ -190,6 +215,7 @@ class Select(NamedTuple):
     method: ChoicesMethod
     trusted: bool
     line: Line
+    asking: Asking = NOTHING_ASKED
 
 
 class Call(NamedTuple):

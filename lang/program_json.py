@@ -30,6 +30,7 @@ from .errors import located
 from .expressions import GenArguments, PlannedOptions, RunDefaults
 from .host import Bound, Gathered, Span, Thought, Turn
 from .ir import (
+    Asking,
     Call,
     Extend,
     Gen,
@@ -181,6 +182,7 @@ def _node(node: Node) -> AnyNode:
                 choices=[_parts(choice) for choice in node.choices],
                 method=methods[0],
                 trusted=node.trusted,
+                **node.asking._asdict(),
                 **base,
             )
 
@@ -382,8 +384,13 @@ class _Reader:
         choices = tuple(self._text(choice, may_wait=False) for choice in node.choices)
         if not choices or not all(choices):
             self._fail("choices: at least one text, and none that is empty")
+        asking = Asking(node.priority, node.timeout_s, node.retry)
+        try:
+            asking.check()
+        except ValueError as error:
+            self._fail(str(error))
         self._num_texts.append(1)
-        return Select(source, target, value, node.name, choices, method, node.trusted, line)
+        return Select(source, target, value, node.name, choices, method, node.trusted, line, asking)
 
     def _options(self, parameters: Any) -> PlannedOptions:
         values: dict[str, Any] = {name: getattr(parameters, name) for name in GenArguments._fields}

@@ -102,12 +102,15 @@ class MarkNode(WireNode, tag="mark", kw_only=True):
     is_opening: bool
 
 
-class SelectNode(WireNode, tag="select", kw_only=True):
+class SelectNode(WireNode, tag="select", kw_only=True, omit_defaults=True):
     value: int
     name: str | None = None
     choices: list[Parts]
     method: str = "token_length_normalized"
     trusted: bool = True
+    priority: int = 0
+    timeout_s: float | None = None
+    retry: int = 0
 
 
 def _parameters() -> type[msgspec.Struct]:

@@ -14,6 +14,8 @@ from .content import Content, text_of
 from .errors import ProgramError
 from .executor import CallRecord, ProgramRun
 from .ir import (
+    NOTHING_ASKED,
+    Asking,
     Call,
     Extend,
     Gen,
@@ -61,6 +63,7 @@ class Reading(Protocol):
         method: ChoicesMethod,
         trusted: bool,
         line: Line,
+        asking: Asking = NOTHING_ASKED,
     ) -> tuple[StateId, ValueId]: ...
 
     def call(
@@ -160,9 +163,10 @@ class NodeMaker:
         method: ChoicesMethod,
         trusted: bool,
         line: Line,
+        asking: Asking = NOTHING_ASKED,
     ) -> tuple[StateId, ValueId]:
         target, value = self._new_ids()
-        self.append(Select(source, target, value, name, choices, method, trusted, line))
+        self.append(Select(source, target, value, name, choices, method, trusted, line, asking))
         return target, value
 
     def call(

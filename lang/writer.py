@@ -251,7 +251,7 @@ class StateWriter:
             case SelectExpr():
                 trusted = self._role is None
                 self._state, value = host.reading.select(
-                    self._state, expr.name, expr.choices, expr.method, trusted, line
+                    self._state, expr.name, expr.choices, expr.method, trusted, line, expr.asking
                 )
                 self._bind(expr.name, value)
             case RoleBegin():

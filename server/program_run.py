@@ -360,8 +360,10 @@ def _check(nodes: Sequence[Node], context: ServerContext) -> int:
     num_requests = 0
     for node in nodes:
         if isinstance(node, Select):
+            priority = node.asking.priority
             count = len(node.choices) * (1 + node.method.needs_unconditional)
         elif isinstance(node, Gen):
+            priority = node.options.priority
             count = node.options.num_choices
             grammar = node.options.grammar
             num_bytes = 0 if grammar is None else len(grammar.source.encode("utf-8", "replace"))
@@ -370,10 +372,10 @@ def _check(nodes: Sequence[Node], context: ServerContext) -> int:
                     f"gen {node.name!r}: {num_bytes} bytes of grammar; the limit is "
                     f"{limits.max_grammar_bytes}"
                 )
-            if abs(node.options.priority) > MAX_PRIORITY:
-                raise ValueError(f"priority: must be within +-{MAX_PRIORITY}")
         else:
             continue
+        if abs(priority) > MAX_PRIORITY:
+            raise ValueError(f"priority: must be within +-{MAX_PRIORITY}")
         if count > limits.max_choices:
             raise ValueError(f"choices: {count} in one call; the limit is {limits.max_choices}")
         num_requests += count

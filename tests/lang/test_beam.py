@@ -144,11 +144,39 @@ def test_a_penalty_that_ranks_nothing_is_refused(penalty: float) -> None:
         program.run(backend=FakeModel())
 
 
-def test_an_async_program_is_told_to_use_a_plain_one() -> None:
+def test_an_async_program_awaits_it(client: LocalClient) -> None:
+    @pm.function
+    async def program(s: pm.AsyncState) -> list[pm.Beam]:
+        s += PROMPT
+        beams = await pm.beam_async(s, "story", width=3, max_tokens=3)
+        s += " The end." + pm.gen("after", max_tokens=2, temperature=0)
+        return beams
+
+    state, plain = program.run(backend=client), search.run(3, 3, backend=client)
+    assert state.ret_value == plain.ret_value
+    assert state["story"] == plain["story"] and state.text() == plain.text()
+
+
+def test_a_search_of_the_wrong_kind_names_the_right_one() -> None:
     @pm.function
     async def program(s: pm.AsyncState) -> None:
         s += PROMPT
         pm.beam(s, "story")  # type: ignore[arg-type]
 
-    with pytest.raises(TypeError, match=r"await program\.run_async"):
+    with pytest.raises(TypeError, match=r"write `await pm\.beam_async\(s, \.\.\.\)`"):
         program.run(backend=FakeModel())
+
+
+def test_a_program_with_a_search_is_not_compiled() -> None:
+    @pm.function
+    async def program(s: pm.AsyncState) -> None:
+        s += PROMPT
+        await pm.beam_async(s, "later")
+
+    for function, line in (
+        (search, 'beams = pm.beam(s, "story"'),
+        (program, "await pm.beam_async"),
+    ):
+        with pytest.raises(pm.ConcretizationError, match="beam search .* run the") as caught:
+            function.compile(**({"width": 2, "max_tokens": 2} if function is search else {}))
+        assert line in str(caught.value)

@@ -136,7 +136,7 @@ def test_what_is_no_program_is_refused_with_the_place(data: bytes, message: str)
 
 def test_deep_json_is_no_crash() -> None:
     deep = '{"kind":"list","items":[' * 5000 + "]}" * 5000
-    with pytest.raises(ValueError, match="not a program|at most 64 deep"):
+    with pytest.raises(ValueError, match=r"not a program|at most 64 deep"):
         pm.Program.from_json(f'{{"version":1,"name":"x","nodes":[],"result":{deep}}}')
     for deep in (
         '{"kind":"list","items":[' * 100 + "]}" * 100,

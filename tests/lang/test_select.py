@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -191,3 +194,92 @@ def test_a_choice_that_another_goes_on_from_ends_with_what_is_left() -> None:
     assert probabilities(tokens([("a", 0.5)], [("a", 0.5), ("b", 0.25)])) == [0.75, 0.25]
     assert probabilities(tokens([("a", 0.5)], [("a", 0.5), ("b", 1.0)])) == [0.0, 1.0]
     assert probabilities(tokens([("a", 0.5)])) == [1.0]
+
+
+# Priority, time and asking again, as with gen
+
+
+@pm.function
+def patient(s: pm.ProgramState, as_gen: bool = False, **asking: Any) -> None:
+    make: Any = pm.gen if as_gen else pm.select
+    s += "It is" + make("x", choices=[" good", " bad"], **asking)
+
+
+class Busy(FakeModel):
+    """Does not take the first requests."""
+
+    def __init__(self, num_refused: int) -> None:
+        super().__init__({"It is": " bad"})
+        self.num_refused = num_refused
+
+    def submit(self, requests: Sequence[pm.Request]) -> None:
+        if self.num_refused > 0:
+            self.num_refused -= 1
+            raise pm.RequestError("come back", code="unavailable")
+        super().submit(requests)
+
+
+@pytest.mark.parametrize("as_gen", [False, True])
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_a_select_is_asked_again(as_gen: bool, is_eager: bool) -> None:
+    # Both choices together, then each alone: once refused is one of them, or both.
+    for num_refused, num_requests in ((2, 3), (3, 4)):
+        state = patient.run(as_gen, retry=1, backend=Busy(num_refused), eager=is_eager)
+        assert state["x"] == " bad"
+        assert [row.num_requests for row in pm.explain(state).rows] == [num_requests]
+    error = patient.run(as_gen, retry=1, backend=Busy(9), eager=is_eager).error()
+    assert isinstance(error, pm.ProgramError)
+    assert (error.operation, error.variable, error.code) == ("select", "x", "unavailable")
+
+
+def test_a_select_has_a_deadline_and_a_priority() -> None:
+    model = FakeModel({"It is": " bad"}, seconds_per_poll=1.0)
+    error = patient.run(timeout=0.5, retry=3, backend=model).error()
+    assert isinstance(error, pm.ProgramError) and error.code == "deadline"
+    assert patient.run(timeout=5, priority=-3, backend=model)["x"] == " bad"
+    assert [call.request.priority for call in model.calls[-2:]] == [-3, -3]
+    assert [call.request.deadline_s for call in model.calls[-2:]] == [5, 5]
+
+
+def test_a_compiled_select_keeps_them() -> None:
+    @pm.function
+    def hasty(s: pm.ProgramState, asking: dict[str, Any]) -> None:
+        s += "It is" + pm.select("x", [" good", " bad"], **asking)
+
+    asking = {"retry": 1, "timeout": 5.0, "priority": 2}
+    program = pm.Program.from_json(hasty.compile(asking=asking).to_json())
+    model = Busy(3)
+    assert program.run(backend=model)["x"] == " bad"
+    assert {call.request.priority for call in model.calls} == {2}
+    plain = json.loads(hasty.compile(asking={}).to_json())["nodes"][1]
+    assert not {"priority", "timeout_s", "retry"} & plain.keys()
+    wrong = json.loads(program.to_json())
+    wrong["nodes"][1]["retry"] = -1
+    with pytest.raises(ValueError, match=r"nodes\[1\]: retry: -1 is out of range"):
+        pm.Program.from_json(json.dumps(wrong))
+
+
+@pytest.mark.parametrize("name", ["priority", "timeout", "retry"])
+def test_an_argument_of_a_compiled_program_is_no_term_of_a_select(name: str) -> None:
+    @pm.function
+    def program(s: pm.ProgramState, value: Any) -> None:
+        s += "x" + pm.select("x", ["a", "b"], **{name: value})
+
+    with pytest.raises(pm.ConcretizationError, match=r"give it to compile"):
+        program.compile()
+
+
+@pytest.mark.parametrize(
+    ("asking", "message"),
+    [
+        ({"retry": -1}, "retry: -1 is out of range"),
+        ({"timeout": 0}, "timeout: 0 is out of range"),
+        ({"timeout": math.inf}, "timeout: inf is out of range"),
+        ({"priority": 0.5}, r"priority: 0\.5 is no whole number"),
+    ],
+)
+def test_terms_out_of_range_are_named(asking: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pm.select("x", ["a", "b"], **asking)
+    with pytest.raises(ValueError, match=message):
+        pm.gen("x", choices=["a", "b"], **asking)
