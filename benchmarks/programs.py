@@ -8,7 +8,8 @@ text in all requests over the characters that the program writes, each text coun
 constants, and each question's arguments), and the HTTP calls of one run: compiled, and call by
 call. `seconds`: wall time as [median, spread], spread = (max - min) / median over the rounds, of a
 tree of thought, a judge with a fork of 6, and questions over several documents; the ways take turns
-and begin with an empty cache. All generate the same number of tokens, greedily.
+and begin with an empty cache. All generate the same number of tokens, greedily. `ahead`: how much
+longer than compiled the other ways took in the same round, as [least, median, most] in percent.
 """
 
 from __future__ import annotations
@@ -277,8 +278,11 @@ def ways(url: str, branch: int, levels: int) -> dict[str, dict[str, Callable[[],
     }
 
 
-def wall_times(url: str, rounds: int, branch: int, levels: int) -> dict[str, object]:
-    found: dict[str, object] = {}
+def wall_times(
+    url: str, rounds: int, branch: int, levels: int
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each round, by program and way."""
+    found: dict[str, dict[str, list[float]]] = {}
     for program, by_way in ways(url, branch, levels).items():
         times: dict[str, list[float]] = {way: [] for way in by_way}
         order = list(by_way)
@@ -289,13 +293,23 @@ def wall_times(url: str, rounds: int, branch: int, levels: int) -> dict[str, obj
                 by_way[way]()
                 if number:
                     times[way].append(perf_counter() - start)
-        found[program] = {
-            way: [
-                round(statistics.median(samples), 3),
-                round((max(samples) - min(samples)) / statistics.median(samples), 2),
-            ]
-            for way, samples in times.items()
-        }
+        found[program] = times
+    return found
+
+
+def middle(samples: list[float]) -> list[float]:
+    """[median, spread]."""
+    median = statistics.median(samples)
+    return [round(median, 3), round((max(samples) - min(samples)) / median, 2)]
+
+
+def ahead(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """[least, median, most] of what each way took longer than compiled, round by round."""
+    found = {}
+    for way in ("single", "openai"):
+        pairs = zip(times["compiled"], times[way], strict=True)
+        longer = [100 * (other / compiled - 1) for compiled, other in pairs]
+        found[way] = [round(f(longer), 1) for f in (min, statistics.median, max)]
     return found
 
 
@@ -339,7 +353,11 @@ def main() -> None:
         "branch": args.branch,
         "levels": args.levels,
         "sent": sent,
-        "seconds": times,
+        "seconds": {
+            program: {way: middle(samples) for way, samples in by_way.items()}
+            for program, by_way in times.items()
+        },
+        "ahead": {program: ahead(by_way) for program, by_way in times.items()},
     }
     print(json.dumps(result))
 

@@ -145,6 +145,7 @@ def predict(
     chat: ChatFormat,
     knows_grammars: bool,
     made: Made | None = None,
+    is_streamed: bool = True,
 ) -> Forecast:
     """The forecast on this simulation; for the texts of the runs that were `made`, if there are.
 
@@ -166,7 +167,7 @@ def predict(
         script = Guess(simulation, programs, encoder=encoder, lengths=asked.lengths,
                        knows_grammars=knows_grammars)  # fmt: skip
         assumption = _assumption(programs, knows_grammars)
-    predicted = Rehearsal(simulation, script).run(programs)
+    predicted = Rehearsal(simulation, script, is_streamed=is_streamed).run(programs)
     return _forecast(
         asked.program,
         programs,

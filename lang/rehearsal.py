@@ -57,9 +57,10 @@ class Script(Protocol):
 class Rehearsal:
     """Programs on one simulation. `records[i]` are those of the i-th."""
 
-    def __init__(self, simulation: Simulation, script: Script) -> None:
+    def __init__(self, simulation: Simulation, script: Script, *, is_streamed: bool) -> None:
+        """`is_streamed`: whether the texts would be read as they come."""
         self.simulation = simulation
-        self._client = _Client(simulation, script)
+        self._client = _Client(simulation, script, is_streamed)
         self._session = Session(self._client)
 
     def run(self, programs: Sequence[Sequence[Node]]) -> list[list[CallRecord]]:
@@ -86,8 +87,9 @@ class Rehearsal:
 class _Client:
     """An EngineClient that gives requests the answers of a script."""
 
-    def __init__(self, simulation: Simulation, script: Script) -> None:
+    def __init__(self, simulation: Simulation, script: Script, is_streamed: bool) -> None:
         self.runs: dict[str, int] = {}
+        self._is_streamed = is_streamed
         self._told: dict[str, Answered] = {}
         self._simulation = simulation
         self._script = script
@@ -108,7 +110,8 @@ class _Client:
             answers[seed] = answer
             if told is not None:
                 self._told[request.request_id] = told
-            rewritten.append(replace(changed, sampling=replace(changed.sampling, seed=seed)))
+            sampling = replace(changed.sampling, seed=seed)
+            rewritten.append(replace(changed, sampling=sampling, is_streamed=self._is_streamed))
         self._local.submit(rewritten)
 
     def poll(self) -> list[Output]:

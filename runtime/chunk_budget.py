@@ -1,6 +1,8 @@
 """How many prompt tokens a step may take when sequences decode in it.
 
-Without targets: `mixed_chunk_tokens`. With `tpot_slo_ms`, by the model of step times:
+Without targets: `mixed_chunk_tokens`; as many as fit, where all that decode and all that wait are
+calls of one run of a program that nobody streams, for then only its end counts. With `tpot_slo_ms`,
+by the model of step times:
 
 - as many as keep each step within the target, when so small a chunk is no waste;
 - else larger ones, up to `mixed_chunk_tokens`, as soon as every sequence is so far ahead of its
@@ -54,7 +56,7 @@ class ChunkBudget:
             return most
         static = min(most, self._config.mixed_chunk_tokens)
         if not prompts or (self._tpot_s is None and self._ttft_s is None):
-            return static
+            return most if _are_one_run(decodes, prompts) else static
         most = min(most, max(FIRST_CHUNK, 2 * self.model.largest_prefill))
         static = min(most, static)
         if not self.model.is_ready:
@@ -132,6 +134,15 @@ class ChunkBudget:
                 break
             chunk = min(most, chunk * 5 // 4 + 1)
         return chunk
+
+
+def _are_one_run(decodes: Sequence[SequenceState], prompts: Sequence[SequenceState]) -> bool:
+    """Whether all are calls of one run of which nobody reads tokens: none of them can wait."""
+    run = decodes[0].request.program
+    return bool(run) and all(
+        sequence.request.program == run and not sequence.request.is_streamed
+        for sequence in (*decodes, *prompts)
+    )
 
 
 def _spare(sequence: SequenceState, target_s: float, now: float) -> float:

@@ -107,6 +107,7 @@ def _forecast(question: Question, begin: Begin, parts: Parts) -> bytes:
         chat=ChatFormat.from_info(info),
         knows_grammars=True,
         made=question.made,
+        is_streamed=False,
     )
     return forecast.to_json(indent=None).encode()
 

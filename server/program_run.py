@@ -61,12 +61,15 @@ class ServedRun:
         *,
         namespace: tuple[str, ...],
         max_chars: int,
+        with_text: bool = False,
     ) -> None:
+        """`with_text`: texts are told as they grow."""
         self._context = context
         self._owner = owner
         self._program = program
         self._namespace = namespace
         self._max_chars = max_chars
+        self._with_text = with_text
         self._variables: dict[str, object] = {}
         self._result: object = None
         self.num_requests = 0
@@ -127,7 +130,7 @@ class ServedRun:
 
     # Driving
 
-    async def events(self, call: ProgramCall, *, with_text: bool) -> AsyncIterator[Event | None]:
+    async def events(self, call: ProgramCall) -> AsyncIterator[Event | None]:
         """What happens, until all is done; None where nothing does for a while.
 
         Raises:
@@ -142,7 +145,7 @@ class ServedRun:
             if not outputs and not self._later:
                 yield None
             call.submit(await self.take(outputs, is_aborted=call.is_aborted))
-            if with_text:
+            if self._with_text:
                 for grown in self._grown():
                     yield grown
             if any(output.finish is not None for output in outputs):
@@ -198,6 +201,7 @@ class ServedRun:
                 namespace=self._namespace,
                 tenant=self._owner.name,
                 deadline_s=deadline_s,
+                is_streamed=self._with_text,
             )
             try:
                 check_request(request, info)
@@ -415,19 +419,17 @@ async def drive(runs: Sequence[ServedRun], call: ProgramCall) -> None:
 
 async def whole(run: ServedRun, call: ProgramCall, run_id: str) -> Event:
     """The answer that is not streamed."""
-    calls = [done async for done in run.events(call, with_text=False) if done is not None]
+    calls = [done async for done in run.events(call) if done is not None]
     for done in calls:
         del done["event"]
     return {"id": run_id, "calls": calls, **run.answer()}
 
 
-async def streamed(
-    run: ServedRun, call: ProgramCall, run_id: str, *, with_text: bool
-) -> AsyncIterator[bytes]:
+async def streamed(run: ServedRun, call: ProgramCall, run_id: str) -> AsyncIterator[bytes]:
     """Events: `start`, then `text` and `call` as they come, then one `end`."""
     yield event({"event": "start", "id": run_id})
     try:
-        async for told in run.events(call, with_text=with_text):
+        async for told in run.events(call):
             yield HEARTBEAT if told is None else event(told)
     except EngineUnavailable as error:  # behind the first event there is no status to set
         raise unavailable(error) from None

@@ -88,6 +88,7 @@ async def run(request: Request, program_id: str) -> Response:
         program,
         namespace=context.namespace(owner, extra_key=body.extra_key, cache_salt=body.cache_salt),
         max_chars=max_chars(context),
+        with_text=body.stream and body.stream_text,
     )
     call_id = new_call_id("prog")
     if body.rid is not None:
@@ -109,7 +110,7 @@ async def run(request: Request, program_id: str) -> Response:
     finally:
         if not body.stream:
             call.close()
-    events = streamed(served, call, run_id, with_text=body.stream_text)
+    events = streamed(served, call, run_id)
     pause_s = 2 * context.config.sse_heartbeat_s + 1
     return EventStream(call, events, pause_s=pause_s, headers=headers)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -228,6 +229,41 @@ def test_misses_of_the_first_token_are_counted() -> None:
     run_all(engine, [request("early", 20, 2)])
     assert engine.stats().ttft_misses == 2
     assert engine.stats().queue_s >= 0.3  # that of `also`
+
+
+@pytest.mark.parametrize(
+    ("programs", "is_streamed", "most"),
+    [
+        (("a", "a"), False, 512 - 1),
+        (("a", "a"), True, 64),  # somebody reads what decodes
+        (("a", "b"), False, 64),  # what decodes is another's
+        (("", ""), False, 64),
+    ],
+)
+def test_calls_of_a_run_that_nobody_streams_do_not_wait_for_each_other(
+    programs: tuple[str, str], is_streamed: bool, most: int
+) -> None:
+    machine = Machine()
+    engine = engine_on(machine)
+    first, second = (
+        replace(one, program=program, is_streamed=is_streamed)
+        for one, program in zip(
+            (request("short", 20, 60), request("long", 1500, 4)), programs, strict=True
+        )
+    )
+    answers: dict[str, Answer] = {}
+    engine.submit([first])
+    collect(answers, engine.step())
+    engine.submit([second])
+    while engine.has_work:
+        collect(answers, engine.step())
+    mixed = [prefill for decodes, prefill, _ in machine.steps if decodes and prefill]
+    assert max(mixed) == most
+    alone = engine_on(Machine())
+    expected = run_all(alone, [request("short", 20, 60), request("long", 1500, 4)])
+    assert {name: answer.token_ids for name, answer in answers.items()} == {
+        name: answer.token_ids for name, answer in expected.items()
+    }
 
 
 def test_targets_change_no_token() -> None:

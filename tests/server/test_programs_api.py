@@ -146,6 +146,28 @@ def test_texts_stream_by_variable(server: RunningServer, client: pm.RuntimeEndpo
     assert [one["event"] for one in told] == ["start", "call", "end"]
 
 
+def test_who_waits_for_the_end_gets_longer_chunks_than_who_reads_along(
+    start_server: StartServer,
+) -> None:
+    server = start_server(engine={"kv_tokens": 8192})
+
+    @pm.function
+    def documents(s: pm.ProgramState, word: str) -> None:
+        for number, fork in enumerate(s.fork(6)):
+            fork += f"{number}" + word + pm.gen("fact", max_tokens=20)
+
+    path = f"/v1/programs/{register(server, documents)}/run"
+    steps = {}
+    for streams in (True, False):
+        server.post("/flush_cache", {})
+        before = server.stats()["steps"]
+        body = {"arguments": {"word": "x" * 1200}, "stream": True, "stream_text": streams}
+        facts = [one["text"] for one in events(server.stream(path, body)) if one["event"] == "call"]
+        steps[streams] = server.stats()["steps"] - before
+        assert facts == ["".join(chr(97 + (1201 + i) % 26) for i in range(20))] * 6
+    assert steps[False] < steps[True] - 20
+
+
 def test_a_batch_runs_there(client: pm.RuntimeEndpoint, local: EngineClient) -> None:
     entries = [{"question": f"nr {i}"} for i in range(12)]
     remote = everything.compile().run_batch(entries, backend=client)
