@@ -11,7 +11,8 @@ import httpx
 from palmette.runtime.request import Finish, FinishReason, Output, Request, Usage
 
 from .hosted import HostedClient
-from .hosted_text import check_options, hosted_info, messages_of
+from .hosted_text import check_options, check_role, hosted_info, messages_of, outside
+from .ir import GenOptions
 
 _NAME = "the messages API"
 _MAX_TOKENS = 4096  # the API wants a number
@@ -47,7 +48,13 @@ class Anthropic(HostedClient):
             transport=transport,
         )
 
-    def _call(self, request: Request) -> tuple[str, dict[str, object]]:
+    def check_gen(self, role: str | None, has_text: bool, options: GenOptions) -> None:
+        check_role(role)
+
+    def check_text(self, text: str) -> None:
+        raise outside(text)
+
+    def check_asked(self, request: Request) -> None:
         sampling, grammar = request.sampling, request.grammar
         check_options(
             {
@@ -69,6 +76,10 @@ class Anthropic(HostedClient):
             },
             _NAME,
         )
+
+    def _call(self, request: Request) -> tuple[str, dict[str, object]]:
+        self.check_asked(request)
+        sampling = request.sampling
         if sampling.max_new_tokens == 0:
             return "", {}
         messages = messages_of(request.prompt_ids)

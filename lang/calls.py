@@ -205,13 +205,11 @@ class GenCall(_Streams):
         if start is not None and start > len(prompt):
             logprobs = LogprobOptions(output=True, num_top=logprobs.num_top)
         count = options.num_choices
-        sampling = options.sampling
-        if _looks_ahead(node):
-            sampling = replace(sampling, max_new_tokens=1)
         ids = [request_id if count == 1 else f"{request_id}.{i}" for i in range(count)]
         told = outlook.of_choices(prompt, count)
         if options.overrun_tokens and count == 1:
             told = [replace(told[0], overrun_tokens=options.overrun_tokens)]
+        sampling = sampling_of(node)
         requests = [
             Request(
                 request_id=ids[index],
@@ -323,13 +321,13 @@ class SelectCall(_Streams):
         start = _common_length(prompts)
         told = outlook.of_scored(prompts[0], len(prompts), start=start, group=request_id)
         requests = [
-            _scoring(f"{request_id}.{index}", prompt, start, hint)
+            scoring(f"{request_id}.{index}", prompt, start, hint)
             for index, (prompt, hint) in enumerate(zip(prompts, told, strict=True))
         ]
         if needs_unconditional(node.method):
             alone = encoder.start_ids or prompts[0][:1]
             requests += [
-                _scoring(f"{request_id}.u{index}", alone + prompt[start:], len(alone), ReuseHint())
+                scoring(f"{request_id}.u{index}", alone + prompt[start:], len(alone), ReuseHint())
                 for index, prompt in enumerate(prompts)
             ]
         asking = node.asking
@@ -392,7 +390,25 @@ def _run_of(request_id: str) -> str:
     return request_id.rpartition("-")[0]
 
 
-def _scoring(request_id: str, prompt: tuple[int, ...], start: int, hint: ReuseHint) -> Request:
+def gen_request(node: Gen, prompt: tuple[int, ...]) -> Request:
+    """What a gen asks for, of nobody and of no run."""
+    options = node.options
+    return Request(
+        request_id="",
+        prompt_ids=prompt,
+        sampling=sampling_of(node),
+        grammar=options.grammar,
+        reasoning=options.reasoning,
+        logprobs=options.logprobs,
+    )
+
+
+def sampling_of(node: Gen) -> SamplingParams:
+    sampling = node.options.sampling
+    return replace(sampling, max_new_tokens=1) if _looks_ahead(node) else sampling
+
+
+def scoring(request_id: str, prompt: tuple[int, ...], start: int, hint: ReuseHint) -> Request:
     return Request(
         request_id=request_id,
         prompt_ids=prompt,

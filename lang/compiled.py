@@ -23,6 +23,7 @@ from .served import RunsPrograms, can_be_sent, serve_program
 from .session import Session
 from .state import ProgramState
 from .trace import Reading, Recorder
+from .unable import check_node
 
 if TYPE_CHECKING:
     from .backends import Backend
@@ -172,6 +173,9 @@ def _start(
         reading = serve_program(client, program, arguments, defaults, session, stream=stream)
     if reading is None:
         nodes = bind(program, arguments, defaults, session.chat)
+        for node in nodes if session.judge is not None else ():
+            if isinstance(node, Gen | Select):
+                check_node(session.judge, node, session.encoder.start_ids)
         if isinstance(client, ManyTexts):  # every question is a call of its own
             session.encoder.remember(constant_texts(nodes))
         reading = _interpreted(nodes, session) if eager else recorded(nodes, session, batch)

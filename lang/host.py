@@ -64,7 +64,7 @@ class Turn(NamedTuple):
 class Host:
     """What all states of one run share."""
 
-    __slots__ = ("branches", "chat", "defaults", "num_spec", "reading", "session", "task")
+    __slots__ = ("branches", "chat", "defaults", "judge", "num_spec", "reading", "session", "task")
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class Host:
         """`num_spec`: the program's num_api_spec_tokens."""
         self.reading = reading
         self.session = session
+        self.judge = None if session is None else session.judge
         self.chat = chat
         self.defaults = defaults
         self.num_spec = num_spec

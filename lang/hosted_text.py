@@ -87,20 +87,35 @@ def messages_of(prompt: Sequence[int]) -> list[dict[str, str]]:
                 role, _, content = content.partition("\n")
                 messages.append({"role": role, "content": content})
             elif content:
-                raise _outside(content)
+                raise outside(content)
             is_open = token_id == OPEN
         elif token_id < _FIRST:
             text.append(chr(token_id))
     role, _, content = "".join(text).partition("\n")
     if not is_open or role != "assistant":
-        raise _outside("".join(text)[:40])
+        raise outside("".join(text)[:40])
     return [*messages, {"role": "assistant", "content": content}]
 
 
-def _outside(text: str) -> RequestError:
+def check_role(role: str | None) -> None:
+    """
+    Raises:
+        RequestError: a gen in this role has no answer.
+    """
+    if role != "assistant":
+        place = "outside of roles" if role is None else f"in the role {role!r}"
+        raise RequestError(
+            f"prompt: gen stands {place}; this API answers as the assistant alone: put it into "
+            "pm.assistant(...)",
+            field="prompt",
+            code="unsupported",
+        )
+
+
+def outside(text: str) -> RequestError:
     return RequestError(
-        f"prompt: {text!r} stands outside of a conversation; this API takes messages: write text "
-        "into pm.user(...) or pm.system(...), and gen into pm.assistant(...)",
+        f"prompt: {text[:40]!r} stands outside of a conversation; this API takes messages: write "
+        "text into pm.user(...) or pm.system(...), and gen into pm.assistant(...)",
         field="prompt",
         code="unsupported",
     )

@@ -45,6 +45,7 @@ from .meta import Meta
 from .session import Session, Sink
 from .streams import Issue
 from .trace import progress_of
+from .unable import check_node
 
 
 class Interpreter:
@@ -157,6 +158,11 @@ class Interpreter:
                 raise TypeError(f"{piece!r} has no text yet: bind the program to its arguments")
 
     def _generate(self, node: Gen | Select) -> tuple[StateId, ValueId]:
+        """
+        Raises:
+            ProgramError: the backend cannot do it; other errors are kept for their readers.
+        """
+        check_node(self.session.judge, node, self.session.encoder.start_ids)
         outcome = self._noted(self._outcome(node))
         self._results.append(outcome)
         self._contents.append(

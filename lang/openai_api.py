@@ -25,7 +25,16 @@ from palmette.runtime.request import (
 )
 
 from .hosted import HostedClient, check_text
-from .hosted_text import END, Thinking, check_options, hosted_info, messages_of
+from .hosted_text import (
+    END,
+    Thinking,
+    check_options,
+    check_role,
+    hosted_info,
+    messages_of,
+    outside,
+)
+from .ir import GenOptions
 from .overrun import Asker, Overruns, may_overrun
 from .streams import sampling_alone
 
@@ -77,6 +86,7 @@ class OpenAI(HostedClient):
         is_own = base_url == _URL
         self._limit = "max_completion_tokens" if is_chat_model and is_own else "max_tokens"
         self._overruns = Overruns(self.encode)
+        self._echoes: bool | None = None  # whether it scores a prompt; None: nobody asked yet
 
     def _call(self, request: Request) -> tuple[str, dict[str, object]]:
         if request.logprobs.prompt_start is not None:
@@ -88,13 +98,24 @@ class OpenAI(HostedClient):
             return "/completions", body | {"prompt": self.decode(request.prompt_ids)}
         messages = messages_of(request.prompt_ids)
         if messages.pop()["content"] and not may_overrun(request):
-            raise RequestError(
-                "prompt: the assistant's message begins with text of the program; the chat API "
-                "cannot go on with it: put gen first in pm.assistant(...)",
-                field="prompt",
-                code="unsupported",
-            )
+            raise _begun()
         return "/chat/completions", body | {"messages": messages}
+
+    def check_asked(self, request: Request) -> None:
+        if request.logprobs.prompt_start is not None:
+            self._scoring(request)
+        elif request.sampling.max_new_tokens != 0:
+            self._sampling(request)
+
+    def check_gen(self, role: str | None, has_text: bool, options: GenOptions) -> None:
+        if self._is_chat:
+            check_role(role)
+            if has_text and not options.overrun_tokens:
+                raise _begun()
+
+    def check_text(self, text: str) -> None:
+        if self._is_chat:
+            raise outside(text)
 
     def _scoring(self, request: Request) -> dict[str, object]:
         is_select = request.sampling.max_new_tokens == 0
@@ -106,6 +127,8 @@ class OpenAI(HostedClient):
             },
             self._name,
         )
+        if self._echoes is False:
+            raise _without_echo()
         return {
             "model": self._info.model,
             "prompt": self.decode(request.prompt_ids),
@@ -231,8 +254,29 @@ class OpenAI(HostedClient):
                 token_id = self._characters.token_id(token)
                 found.append(TokenLogprob(token_id=token_id, logprob=logprob))
         if end < len(request.prompt_ids):
-            raise ValueError("select needs log-probabilities of the prompt (echo); there are none")
+            self._echoes = False
+            raise _without_echo()
+        self._echoes = True
         return tuple(found)
+
+
+def _without_echo() -> RequestError:
+    return RequestError(
+        "select: it needs log-probabilities of the prompt (echo), and this endpoint gives none; "
+        "use gen, or run the program on Palmette",
+        field="select",
+        code="unsupported",
+    )
+
+
+def _begun() -> RequestError:
+    return RequestError(
+        "prompt: the assistant's message begins with text of the program; the chat API cannot go "
+        "on with it: put gen first in pm.assistant(...), or let @function(num_api_spec_tokens=n) "
+        "look for the text in the answer",
+        field="prompt",
+        code="unsupported",
+    )
 
 
 def _usage(told: dict[str, Any] | None) -> Usage | None:

@@ -45,6 +45,7 @@ from .task import (
     current_body,
     current_task,
 )
+from .unable import Judge
 
 if TYPE_CHECKING:
     from .driver import AsyncDriver
@@ -65,6 +66,7 @@ class Session:
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
+        self.judge = client if isinstance(client, Judge) else None
         self.encoder = Encoder(client)
         self._chat: ChatFormat | None = None
         self._root: Content | None = None

@@ -31,6 +31,7 @@ from .ir import (
 from .meta import Meta
 from .outlook import BatchStart
 from .session import Session, Sink
+from .unable import check_node
 
 
 class Reading(Protocol):
@@ -276,6 +277,39 @@ class Recorder(NodeMaker):
 
     def progress(self, value: ValueId) -> tuple[str, Meta, bool]:
         return progress_of(self.run.result(value), self.run.pending(value))
+
+    def gen(
+        self, source: StateId, name: str | None, options: GenOptions, trusted: bool, line: Line
+    ) -> tuple[StateId, ValueId]:
+        """
+        Raises:
+            ProgramError: the backend cannot do it.
+        """
+        session = self.session
+        if session.judge is not None:
+            node = Gen(source, source, ValueId(0), name, options, trusted, line)
+            check_node(session.judge, node, session.encoder.start_ids)
+        return super().gen(source, name, options, trusted, line)
+
+    def select(
+        self,
+        source: StateId,
+        name: str | None,
+        choices: tuple[str, ...],
+        method: ChoicesMethod,
+        trusted: bool,
+        line: Line,
+        asking: Asking = NOTHING_ASKED,
+    ) -> tuple[StateId, ValueId]:
+        """
+        Raises:
+            ProgramError: the backend cannot do it.
+        """
+        session = self.session
+        if session.judge is not None:
+            node = Select(source, source, ValueId(0), name, choices, method, trusted, line)
+            check_node(session.judge, node, session.encoder.start_ids)
+        return super().select(source, name, choices, method, trusted, line, asking)
 
     def append(self, node: Node) -> None:
         """Take a node; the states and values it makes are the next ones."""

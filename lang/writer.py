@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Self, TypeAlias, TypeVar, overload
 
+from palmette.runtime.request import RequestError
+
 from .errors import located
 from .expressions import (
     Constant,
@@ -21,8 +23,9 @@ from .expressions import (
     as_expr,
 )
 from .host import Bound, Gathered, Host, Thought, Turn, caller_line
-from .ir import ROOT, Insert, Line, Splice, StateId, Text, Tokens, ValueId
+from .ir import ROOT, GenOptions, Insert, Line, Splice, StateId, Text, Tokens, ValueId
 from .scopes import CopyScope, RoleScope, VariableScope
+from .unable import misplaced
 
 Forker: TypeAlias = "Callable[[int], Expr | str] | Sequence[Expr | str]"
 S = TypeVar("S", bound="StateWriter")
@@ -228,6 +231,8 @@ class StateWriter:
         host = self._host
         match expr:
             case Constant():
+                if host.judge is not None and self._role is None and expr.text:
+                    self._check_text(expr.text, line)
                 self._append_text(expr.text, self._role is None, line)
             case GenExpr():
                 if expr.name is None and isinstance(expr, ThinkingExpr):
@@ -238,6 +243,8 @@ class StateWriter:
                     what = "gen" if expr.name is None else f"gen {expr.name!r}"
                     raise located(error, line, what) from error.__cause__
                 source, trusted = self._state, self._role is None
+                if host.judge is not None:
+                    self._check_gen(expr.name, options, line)
                 self._state, value = host.reading.gen(source, expr.name, options, trusted, line)
                 self._bind(expr.name, value)
                 if isinstance(expr, ThinkingExpr):
@@ -260,6 +267,29 @@ class StateWriter:
                 self._end_role(expr.role)
             case _:
                 raise TypeError(f"a state cannot take {expr!r}")
+
+    def _check_text(self, text: str, line: Line) -> None:
+        """
+        Raises:
+            ProgramError: the backend takes no text outside of roles.
+        """
+        assert self._host.judge is not None
+        try:
+            self._host.judge.check_text(text)
+        except RequestError as error:
+            raise misplaced("text", None, line, error) from None
+
+    def _check_gen(self, name: str | None, options: GenOptions, line: Line) -> None:
+        """
+        Raises:
+            ProgramError: the backend cannot generate here.
+        """
+        assert self._host.judge is not None
+        has_text = self._state != self._at.role_base
+        try:
+            self._host.judge.check_gen(self._role, has_text, options)
+        except RequestError as error:
+            raise misplaced("gen", name, line, error) from None
 
     def _bind(self, name: str | None, value: ValueId) -> None:
         if name is not None:

@@ -177,6 +177,6 @@ def test_a_program_with_a_search_is_not_compiled() -> None:
         (search, 'beams = pm.beam(s, "story"'),
         (program, "await pm.beam_async"),
     ):
-        with pytest.raises(pm.ConcretizationError, match="beam search .* run the") as caught:
+        with pytest.raises(pm.ConcretizationError, match=r"beam search .* run the") as caught:
             function.compile(**({"width": 2, "max_tokens": 2} if function is search else {}))
         assert line in str(caught.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
@@ -340,9 +340,72 @@ def test_select_needs_an_endpoint_that_echoes(stub: Stub) -> None:
     client = pm.OpenAI("m", is_chat_model=False, base_url=stub.url, api_key="k")
     for _ in range(3):
         stub.answers.append((200, b'{"choices": [{"text": "", "finish_reason": "length"}]}'))
-    assert (
-        "select needs log-probabilities of the prompt" in reason_of(choose.run(backend=client))[1]
+    for _ in range(2):  # with the first answer, and without asking from then on
+        code, reason = reason_of(choose.run(backend=client))
+        assert code == "unsupported"
+        assert reason.startswith("select: it needs log-probabilities of the prompt")
+        assert len(stub.asked) == 3
+    client.close()
+
+
+Way = Callable[[pm.ProgramState], None]
+Case = tuple[str, bool, Way, str, str | None, str]
+UNABLE: list[Case] = [
+    # backend, is chat, what is appended last, operation, variable, reason
+    ("openai", True, lambda s: s.assistant(pm.select("x", ["a", "b"])), "select", "x", "select:"),
+    ("openai", True, lambda s: s.assistant(pm.gen("x", top_k=5)), "gen", "x", "top_k:"),
+    ("openai", True, lambda s: s.assistant("So " + pm.gen("x")), "gen", "x", "prompt: the assist"),
+    ("openai", True, lambda s: s.user(pm.gen("x")), "gen", "x", "prompt: gen stands in the role"),
+    ("openai", True, lambda s: s._append("Hm"), "text", None, "prompt: 'Hm' stands outside"),
+    ("openai", True, lambda s: s._append(pm.gen("x")), "gen", "x", "prompt: gen stands outside of"),
+    ("openai", False, lambda s: s._append(pm.gen("x", regex="a")), "gen", "x", "regex:"),
+    ("anthropic", True, lambda s: s.assistant(pm.gen("x", seed=1)), "gen", "x", "seed:"),
+    ("anthropic", True, lambda s: s.assistant(pm.select("x", ["a"])), "select", "x", "select:"),
+    ("anthropic", True, lambda s: s._append("Hm"), "text", None, "prompt: 'Hm' stands outside"),
+]
+
+
+@pytest.mark.parametrize("case", UNABLE, ids=lambda case: f"{case[0]} {case[5]}")
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_what_an_api_cannot_do_is_said_when_it_is_appended(
+    stub: Stub, case: Case, is_eager: bool
+) -> None:
+    name, is_chat, way, operation, variable, reason = case
+    client: EngineClient = (
+        pm.Anthropic("m", base_url=stub.url, api_key="k")
+        if name == "anthropic"
+        else pm.OpenAI("m", is_chat, base_url=stub.url, api_key="k")
     )
+    seen: list[str] = []
+
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        if is_chat:
+            s += pm.user("Why?")
+        seen.append("before")
+        way(s)
+        seen.append("after")
+
+    error = program.run(backend=client, eager=is_eager).error()
+    assert isinstance(error, pm.ProgramError)
+    assert (error.operation, error.variable, error.code) == (operation, variable, "unsupported")
+    assert error.reason.startswith(reason)
+    assert error.line.file == __file__
+    assert seen == ["before"] and not stub.asked
+    client.close()
+
+
+def test_a_compiled_program_hears_of_it_when_it_starts(stub: Stub) -> None:
+    client = pm.OpenAI("m", base_url=stub.url, api_key="k")
+
+    @pm.function
+    def program(s: pm.ProgramState, why: str) -> None:
+        s += pm.user(why) + pm.assistant(pm.gen("x")) + pm.user("So?")
+        s += pm.assistant(pm.select("y", ["a", "b"]))
+
+    with pytest.raises(pm.ProgramError, match="select 'y' failed: select: the chat API"):
+        program.compile().run(why="Why?", backend=client)
+    assert not stub.asked
     client.close()
 
 
