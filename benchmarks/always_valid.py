@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -164,8 +163,6 @@ def run(engine: pm.Engine, requests: Sequence[pm.Request]) -> dict[str, tuple[st
             counts[output.request_id] += len(output.token_ids)
             if output.error is not None:
                 errors[output.request_id] = output.error
-        if engine.is_compiling:
-            time.sleep(0.001)  # the compile needs the interpreter
     return {name: (text, counts[name], errors.get(name)) for name, text in texts.items()}
 
 

@@ -7,16 +7,13 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from .request import EngineInfo, Output, Request
 
 if TYPE_CHECKING:
     from .engine import Engine
-
-COMPILE_POLL_S = 0.0005
 
 
 class EngineClient(Protocol):
@@ -57,15 +54,10 @@ class EngineClient(Protocol):
 
 
 class LocalClient:
-    """Drives an engine in the caller's thread: `poll` makes steps until there is something new.
+    """Drives an engine in the caller's thread: `poll` makes steps until there is something new."""
 
-    `pause(seconds)` is called between looks while every request waits for its grammar to compile
-    in another thread.
-    """
-
-    def __init__(self, engine: Engine, *, pause: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._pause = pause
         self._lock = threading.RLock()  # an event loop polls in a thread and goes on
         self._gate = threading.RLock()  # held by who waits for the lock, so that steps let it in
 
@@ -86,8 +78,6 @@ class LocalClient:
                 outputs = engine.step()
             if outputs:
                 return outputs
-            if engine.is_compiling:
-                self._pause(COMPILE_POLL_S)
         return []
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:

@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 ABORTED = Finish(reason=FinishReason.ABORT)
 FAILED = Finish(reason=FinishReason.ERROR)
+COMPILING_WAIT_S = 0.002  # a compile in a thread needs the interpreter
 MAX_STALLS = 3  # steps that may pass with work but without progress
 SCORED_LOGITS_BYTES = 64 * 1024 * 1024  # logits of scored prompt rows in one step
 
@@ -182,11 +183,15 @@ class Engine:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether nothing can be done but to wait for grammars that compile elsewhere."""
+        """Whether nothing can be done but to wait for grammars, as `step` does for a moment."""
         return not self._outputs and all(sequence.needs_grammar for sequence in self._live.values())
 
     def step(self) -> list[Output]:
-        """Make one step; returns what is new. An empty list: nothing to tell yet, or idle."""
+        """Make one step; returns what is new. An empty list: nothing to tell yet, or idle.
+
+        One that only waits for grammars takes up to 2 ms, in which other threads run: a loop
+        `while engine.has_work: engine.step()` needs no pause of its own.
+        """
         with deferred_interrupt():
             start = self._clock()
             try:
@@ -311,6 +316,8 @@ class Engine:
 
     def _note_stall(self) -> None:
         """Nothing could be done: after a few such steps the request in the way is failed."""
+        if self._live and self.is_compiling:
+            self._compiling.wait(COMPILING_WAIT_S)
         if self._outputs or self.is_compiling or self.cache.wait_for_reads():
             return  # ends to tell of, or nothing to do but to wait
         self._counters.stalls += 1

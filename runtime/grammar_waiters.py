@@ -6,6 +6,7 @@ waited for longest is looked at too, so a hint that is lost delays and never han
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 
@@ -37,7 +38,16 @@ class GrammarWaiters:
         self._grammars = grammars
         self._by_key: dict[str, dict[int, SequenceState]] = {}
         self._done: deque[str] = deque()  # keys to look at; compiler threads append
-        grammars.on_done = self._done.append
+        self._news = threading.Event()
+        grammars.on_done = self._note_done
+
+    def _note_done(self, key: str) -> None:
+        self._done.append(key)
+        self._news.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a grammar is ready, or the time is up; other threads have the interpreter."""
+        self._news.wait(timeout_s)
 
     def add(self, sequence: SequenceState, spec: GrammarSpec) -> None:
         """It waits from now on. Raises whatever the compiler does; then it waits too."""
@@ -63,6 +73,7 @@ class GrammarWaiters:
 
     def take_ready(self) -> Iterator[tuple[SequenceState, CompiledGrammar | Exception]]:
         """Who waits no more, with the grammar or why there is none. O(ready)."""
+        self._news.clear()  # before the keys are taken: what comes later sets it again
         if not self._by_key:
             return
         for key in self._to_look_at():

@@ -41,7 +41,6 @@ log = logging.getLogger("palmette.engine")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _FLUSH_TIMEOUT_S = 5.0
-_COMPILING_WAIT_S = 0.002  # there is nothing to do but to wait for grammars
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -52,8 +51,6 @@ class ServedEngine(Protocol):
     def info(self) -> EngineInfo: ...
     @property
     def has_work(self) -> bool: ...
-    @property
-    def is_compiling(self) -> bool: ...
     def submit(self, requests: Sequence[Request]) -> None: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
     def step(self) -> list[Output]: ...
@@ -127,8 +124,6 @@ def _run(transport: Transport[ToEngine], engine: ServedEngine) -> int:
                 outputs = engine.step()
                 if outputs:
                     transport.send(frames.StepOutputs(num_steps, outputs))
-                elif engine.is_compiling:
-                    transport.wait(_COMPILING_WAIT_S)
             elif transport.wants_write:
                 transport.write_some()
     except TransportClosed:

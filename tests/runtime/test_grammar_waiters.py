@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 from palmette.constrained.backend import CompiledGrammar, select_backend
 from palmette.constrained.compiler import GrammarCompiler
+from palmette.constrained.pure_backend import PureBackend
 from palmette.constrained.spec import GrammarKind, GrammarSpec
+from palmette.constrained.vocabulary import Vocabulary
 from palmette.runtime.config import SchedulerConfig
+from palmette.runtime.engine import COMPILING_WAIT_S
 from palmette.runtime.fake_runner import Answer, ByteTokenizer, collect, fake_engine
 from palmette.runtime.request import Limits, Request, SamplingParams
 
@@ -93,3 +99,48 @@ def test_real_compilers_tell_of_results_and_failures() -> None:
     assert all(answers[f"{i}"].text == f"x{i % 3}" for i in range(9))
     errors = [answers[name].error for name in ("bad", "bad too")]
     assert [error.code for error in errors if error] == ["grammar"] * 2
+
+
+def test_a_bare_loop_leaves_the_interpreter_to_a_compile() -> None:
+    """A compile in a thread, in Python: beside a busy loop it would take twice as long."""
+    begun, ended = threading.Event(), threading.Event()
+    spent: list[float] = []
+
+    class Slow(PureBackend):
+        def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
+            begun.set()
+            started = time.thread_time(), time.perf_counter()
+            while time.thread_time() - started[0] < 0.3:
+                pass
+            spent.append(time.perf_counter() - started[1])
+            ended.set()
+            return super().compile(spec, vocabulary)
+
+    vocabulary = ByteTokenizer().vocabulary(300)
+    engine = fake_engine(grammars=GrammarCompiler(vocabulary, Slow()))
+    engine.submit([request("a", spec_of(1)), request("b", spec_of(1))])
+    answers: dict[str, Answer] = {}
+    num_steps, used = 0, time.process_time()
+    while engine.has_work:
+        num_steps += begun.is_set() and not ended.is_set()
+        collect(answers, engine.step())
+    assert {answer.text for answer in answers.values()} == {"x1"}
+    assert 2 <= num_steps <= spent[0] / COMPILING_WAIT_S + 2  # each waits, and none for longer
+    assert time.process_time() - used < 0.3 + 0.25  # a busy loop takes as much as the compile
+
+
+def test_a_step_ends_its_wait_when_a_grammar_is_ready() -> None:
+    grammars = Held()
+    engine = fake_engine(grammars=grammars)
+    engine.submit([request("0", spec_of(0))])
+    engine.step()
+    assert engine.is_compiling
+    waiting = engine._compiling
+    grammars.let(spec_of(0))
+    start = time.perf_counter()
+    waiting.wait(60.0)
+    assert time.perf_counter() - start < 30.0
+    answers: dict[str, Answer] = {}
+    while engine.has_work:
+        collect(answers, engine.step())
+    assert answers["0"].text == "x0"
