@@ -47,7 +47,7 @@ def check(
         _check_lease(lease, roots, page_size)
         for node in lease._tail.path():
             locks[id(node)] = locks.get(id(node), 0) + 1
-        for page in lease.page_ids[lease._tail.end // page_size :]:
+        for page in (*lease.page_ids[lease._tail.end // page_size :], *lease.spare):
             holders[page] = holders.get(page, 0) + 1
     for namespace, root in roots.items():
         _require(root.namespace == namespace and root.parent is None, "a root is misplaced")
@@ -185,7 +185,7 @@ def _check_tenants(
             pinned[name] = pinned.get(name, 0) + (len(node.pages) if node.pins else 0)
     for lease in leases:
         *_, root = lease._tail.path()
-        private = lease.page_ids[lease._tail.end // page_size :]
+        private = [*lease.page_ids[lease._tail.end // page_size :], *lease.spare]
         pages.setdefault(tenant_of(root.namespace), set()).update(private)
     tenants.check({name: len(held) for name, held in pages.items()})
     for pin in pins:

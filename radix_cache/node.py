@@ -217,12 +217,14 @@ class Lease:
         "num_matched_ready",
         "page_ids",
         "restore_end",
+        "spare",
         "use",
     )
 
     def __init__(self, data: bytes, tail: Node, page_ids: list[int], use: Use = PLAIN_USE) -> None:
         self.use = use
         self.page_ids = page_ids  # in order; those up to the tail's end are the tree's
+        self.spare: list[int] = []  # pages for what `extend` tells next, in order
         self.num_matched = 0  # tokens found at acquire: computed, or in work for another lease
         self.num_matched_ready = 0  # the part of them that was computed
         self.match_limit = 0  # whole pages, in tokens, that could have matched

@@ -143,10 +143,28 @@ class RadixTree(Forest):
         num_bytes = len(lease._data) + len(data)
         needed = -(-num_bytes // self._page_bytes) - len(lease.page_ids)
         if needed > 0:
+            self._reserve(lease, needed)
+            lease.page_ids += lease.spare[:needed]
+            del lease.spare[:needed]
+        lease._data += data
+
+    def reserve(self, lease: Lease, num_tokens: int) -> list[int]:
+        """Pages of the first `num_tokens` tokens, before those are known: `extend` takes them.
+
+        Raises:
+            PagesExhausted: nothing is changed.
+        """
+        self._check_open(lease)
+        num_pages = -(-num_tokens // self.page_size)
+        self._reserve(lease, num_pages - len(lease.page_ids))
+        return [*lease.page_ids, *lease.spare][:num_pages]
+
+    def _reserve(self, lease: Lease, num_pages: int) -> None:
+        needed = num_pages - len(lease.spare)
+        if needed > 0:
             if needed > self._allocator.num_free + self._num_evictable:
                 raise PagesExhausted(needed, self._allocator.num_free + self._num_evictable)
-            lease.page_ids += self._allocate(needed, tenant_at(lease._tail), lease.use.owner)
-        lease._data += data
+            lease.spare += self._allocate(needed, tenant_at(lease._tail), lease.use.owner)
 
     def fork(self, lease: Lease) -> tuple[Lease, list[tuple[int, int]]]:
         """A second lease on the same tokens, and the page copies (source, target) it needs.
@@ -196,6 +214,7 @@ class RadixTree(Forest):
         *_, root = lease._tail.path()
         num_tree = lease._tail.end // self.page_size
         private = lease.page_ids[num_tree:]
+        self._free(tenant_at(lease._tail), lease.spare)
         if keep and self.prefix_cache and private:
             private = self._keep_generated(lease, private)
         self._free(tenant_at(lease._tail), private)

@@ -11,6 +11,8 @@ Legend: T tokens, B sequences, P pages over all sequences, S sampled rows.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from palmette.kernels.batch import ForwardBatch
@@ -55,6 +57,7 @@ class BatchBuilder:
         self._sample_rows = np.empty(token_budget, np.int32)
         self._sample_sequences = np.empty(token_budget, np.int32)
         self._targets = np.empty(token_budget, np.int32)
+        self._ahead = 0  # tokens of each decode that are not known yet
         self._num_sampled = 0
         self._scored: list[tuple[int, int, int]] = []  # (first, end) of S, num_top
         self._batch: ForwardBatch | None = None  # the newest, if it may be continued
@@ -67,9 +70,13 @@ class BatchBuilder:
         self._masked: Masked = ()  # those of them with a grammar, by place in S
         self._kept: dict[tuple[int, ...], SampleBatch] = {}  # by arrivals in the order of S
 
-    def build(self, plan: StepPlan) -> ForwardBatch:
-        """The forward arrays; also notes which rows are sampled, for `sampling`."""
-        version = self._table.version
+    def build(self, plan: StepPlan, *, ahead: bool = False) -> ForwardBatch:
+        """The forward arrays; also notes which rows are sampled, for `sampling`.
+
+        ahead: the decodes are still to get the token that this step computes, whose page the
+        table has; its id is given as 0.
+        """
+        version, self._ahead = self._table.version, int(ahead)
         if plan.chunks or version != self._version or plan.decodes != self._decodes:
             self._num_steady, self._params = 0, None  # other rows
         if self._num_steady > 0 and self._continue(plan.decodes):
@@ -96,12 +103,16 @@ class BatchBuilder:
         """Count the arrays of the step before up; False where not each row is a token longer."""
         num_decodes = len(decodes)
         self._num_tokens = [num_tokens + 1 for num_tokens in self._num_tokens]
-        if self._num_tokens != [sequence.num_tokens for sequence in decodes]:
+        ahead = self._ahead
+        if self._num_tokens != [sequence.num_tokens + ahead for sequence in decodes]:
             return False
         self._num_steady -= 1
         self._growing[:, :num_decodes] = self._steps[self._num_steady]
-        self._token_ids[:num_decodes] = [sequence.generated[-1] for sequence in decodes]
+        self._token_ids[:num_decodes] = self._newest(decodes)
         return True
+
+    def _newest(self, decodes: list[SequenceState]) -> list[int] | int:
+        return 0 if self._ahead else [sequence.generated[-1] for sequence in decodes]
 
     def _build(self, plan: StepPlan) -> ForwardBatch:
         num_decodes, num_sequences = len(plan.decodes), plan.num_sequences
@@ -131,9 +142,9 @@ class BatchBuilder:
         num_decodes, page_size = len(decodes), self._page_size
         rows, part = self._rows[:num_decodes], slice(0, num_decodes)
         ends = self._ends[part]
-        ends[:] = [sequence.num_tokens for sequence in decodes]
+        ends[:] = [sequence.num_tokens + self._ahead for sequence in decodes]
         positions = ends - 1
-        self._token_ids[part] = [sequence.generated[-1] for sequence in decodes]
+        self._token_ids[part] = self._newest(decodes)
         self._positions[part] = positions
         pages = self._table.page_table[rows, positions // page_size]
         self._slots[part] = pages * page_size + positions % page_size
@@ -191,16 +202,26 @@ class BatchBuilder:
             page_ids[start:end] = page_table[row, : end - start]
         return num_pages
 
-    def sampling(self, plan: StepPlan, *, faults: dict[int, Exception]) -> SampleBatch:
+    def sampling(
+        self,
+        plan: StepPlan,
+        *,
+        faults: dict[int, Exception],
+        dropped: Collection[int] = (),
+    ) -> SampleBatch:
         """Parameters of the rows that `build(plan)` marked for sampling.
 
-        Grammar masks are filled here, as `MaskRows.fill` says.
+        Grammar masks are filled here, as `MaskRows.fill` says. dropped: arrivals of whose rows
+        nothing is wanted; what their masks hold is undefined.
         """
         if self._params is None:
             self._params, self._masked = self._sampling(plan)
         params, masks = self._params, self._params.masks
         if masks is not None:
-            self._masks.fill(masks, self._masked, faults)
+            masked = self._masked
+            if dropped:
+                masked = [(i, s) for i, s in masked if s.arrival not in dropped]
+            self._masks.fill(masks, masked, faults)
         if plan.chunks or any(params.rows):  # what is banned or biased never begins later
             self._params = None
         return params

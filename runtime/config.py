@@ -19,6 +19,7 @@ class SchedulerConfig:
     mixed_chunk_tokens: int = 64  # most prefill tokens in a step that decodes too, without a target
     max_running: int = 64  # sequences that hold pages
     prefix_cache: bool = True
+    overlap: bool = True  # cuda: the host books a step while the device computes the next
     jump_forward: bool = True  # tokens that a grammar forces are not sampled
     policy: str = "priority"  # of the waiting queue: one of POLICIES
     ageing_s: float = 30.0  # who waits longer goes ahead every other time; inf: never

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from palmette.kernels.sampling import SampleBatch, SampleResult
 from palmette.radix_cache.tenants import tenant_of
 from palmette.radix_cache.tree import TreeNode
 
@@ -30,7 +29,6 @@ from .interrupts import deferred_interrupt
 from .metrics import Counters, EngineStats
 from .overruled import overruled
 from .parts import GrammarSource, TokenCodec
-from .plan import StepPlan
 from .request import (
     EngineInfo,
     ErrorInfo,
@@ -46,6 +44,7 @@ from .scheduler import Scheduler
 from .sequence import SequenceState, Status
 from .sequence_table import SequenceTable
 from .standing import Standing
+from .steps import StepHooks, Steps
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class Engine:
         self._table = SequenceTable(
             num_rows=max_running, max_pages=-(-self._intake.max_tokens // info.page_size)
         )
-        self._builder = BatchBuilder(
+        builder = BatchBuilder(
             self._table,
             page_size=info.page_size,
             token_budget=config.scheduler.token_budget,
@@ -111,13 +110,20 @@ class Engine:
             self._scheduler, hooks, jump_forward=config.scheduler.jump_forward
         )
         self._counters = Counters()
+        self._steps = Steps(
+            runner,
+            self._scheduler,
+            self._committer,
+            builder=builder,
+            counters=self._counters,
+            clock=clock,
+            hooks=StepHooks(self._on_fault, self._end_aborted),
+            overlap=config.scheduler.overlap,
+        )
         self._live: dict[str, SequenceState] = {}
         self._compiling = GrammarWaiters(grammars)
         self._deadlines: list[tuple[float, int, str]] = []  # heap: when, arrival, id
         self._outputs: list[Output] = []
-        self._faults: dict[int, Exception] = {}  # by arrival, since the launch of this step
-        self._late_aborts: list[SequenceState] = []  # asked for while a step was in flight
-        self._in_flight = False
         self._refusal: ErrorInfo | None = None  # why no more work is taken
         self._num_stalls = 0
         self._num_ended = 0
@@ -167,11 +173,7 @@ class Engine:
         """End requests by exact id; unknown ids are ignored. Their ids are free at once."""
         for request_id in request_ids:
             sequence = self._live.pop(request_id, None)
-            if sequence is None:
-                continue
-            if self._in_flight:  # the step may be writing its pages: it ends at the commit
-                self._late_aborts.append(sequence)
-            else:
+            if sequence is not None and not self._steps.abort_later(sequence):
                 self._end(sequence, ABORTED)
 
     # The step
@@ -179,12 +181,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished, an output undelivered, or a page to be moved."""
-        return bool(self._live or self._outputs) or self.cache.has_work
+        return bool(self._live or self._outputs) or self._steps.in_flight or self.cache.has_work
 
     @property
     def is_compiling(self) -> bool:
         """Whether nothing can be done but to wait for grammars, as `step` does for a moment."""
-        return not self._outputs and all(sequence.needs_grammar for sequence in self._live.values())
+        if self._outputs or self._steps.in_flight:
+            return False
+        return all(sequence.needs_grammar for sequence in self._live.values())
 
     def step(self) -> list[Output]:
         """Make one step; returns what is new. An empty list: nothing to tell yet, or idle.
@@ -205,95 +209,31 @@ class Engine:
 
     def _advance(self, start: float) -> None:
         num_before = self._progress
+        has_landed = self._steps.land(may_lead=not self._is_late(start))
+        start = self._clock() if has_landed else start
         self._expire(start)
         self.cache.start_step()
         self._start_grammars()
-        plan = self._scheduler.plan(now=start)
-        self._counters.plan_s += self._clock() - start
-        if not plan.is_empty:
-            self._run(plan, start)
+        has_run = self._steps.join(now=start)
+        if not has_run:
+            plan = self._scheduler.plan(now=start)
+            self._counters.plan_s += self._clock() - start
+            has_run = not plan.is_empty
+            if has_run:
+                self._steps.run(plan, start)
+        if has_run or has_landed:
             self._num_stalls = 0
         elif self._progress == num_before:
             self._note_stall()
+
+    def _is_late(self, now: float) -> bool:
+        """Whether a deadline has passed."""
+        return bool(self._deadlines) and self._deadlines[0][0] <= now
 
     @property
     def _progress(self) -> int:
         """Grows with whatever a step does beside its forward pass."""
         return self._num_ended + self._scheduler.num_admissions + self.cache.num_restored
-
-    def _run(self, plan: StepPlan, start: float) -> None:
-        try:
-            result = self._forward(plan)
-        except Exception as error:  # fault boundary: the rows of this plan
-            self._isolate(plan, error)
-        else:
-            self._commit(plan, result)
-            self._scheduler.budget.observe(self._clock() - start)
-
-    def _forward(self, plan: StepPlan) -> SampleResult | None:
-        """Launch, fill the masks while the device works, sample.
-
-        Where the host computes, masks come first: a forward pass takes the caches, and behind it
-        a mask takes twice as long.
-        """
-        self._in_flight = True
-        start, before = self._clock(), self._counters.mask_s
-        batch = self._builder.build(plan)
-        has_samples = len(batch.sample_rows) > 0
-        params = self._sampling(plan) if has_samples and not self._runner.is_async else None
-        handle = self._runner.launch(batch)
-        self._counters.launch_s += self._clock() - start - (self._counters.mask_s - before)
-        if not has_samples:
-            return None
-        params = params or self._sampling(plan)
-        start = self._clock()
-        result = handle.sample(params)
-        self._counters.sample_s += self._clock() - start
-        return result
-
-    def _sampling(self, plan: StepPlan) -> SampleBatch:
-        start = self._clock()
-        params = self._builder.sampling(plan, faults=self._faults)
-        self._counters.mask_s += self._clock() - start
-        return params
-
-    def _commit(self, plan: StepPlan, result: SampleResult | None) -> None:
-        start = self._clock()
-        self._in_flight = False
-        faults, self._faults = self._faults, {}
-        faults.update((sequence.arrival, Aborted()) for sequence in self._late_aborts)
-        self._committer.commit(plan, result, faults=faults, now=start)
-        self._end_late_aborts()
-        self._counters.steps += 1
-        self._counters.forward_tokens += plan.num_tokens
-        self._counters.commit_s += self._clock() - start
-
-    def _isolate(self, plan: StepPlan, error: Exception) -> None:
-        """A forward pass raised: repeat it row by row; rows that raise alone end."""
-        self._counters.failed_steps += 1
-        logger.error("forward pass of %d rows failed: %r", plan.num_sequences, error)
-        self._scheduler.abandon(plan)
-        self._in_flight = False
-        self._faults.clear()
-        if plan.num_sequences == 1:
-            self._on_fault(plan.sequences()[0], error)
-            self._end_late_aborts()
-            return
-        for single in plan.single_rows():
-            self._end_late_aborts()
-            sequence = single.sequences()[0]
-            try:
-                claimed = self._scheduler.claim(single)
-                if claimed.is_empty:
-                    continue
-                result = self._forward(claimed)
-            except Exception as row_error:  # fault boundary: this row
-                self._in_flight = False
-                self._faults.clear()
-                self._on_fault(sequence, row_error)  # its claims go with its lease
-            else:
-                self._commit(claimed, result)
-        self._end_late_aborts()
 
     def _start_grammars(self) -> None:
         """Begin the grammars that have become ready."""
@@ -334,9 +274,7 @@ class Engine:
     def _fail_all(self, error: Exception) -> None:
         """The step itself failed: end everything, and refuse more unless the books balance."""
         logger.critical("step failed, ending %d requests", len(self._live), exc_info=error)
-        self._in_flight = False
-        self._faults.clear()
-        self._end_late_aborts()
+        self._steps.forget()
         for sequence in list(self._live.values()):
             self._end(sequence, FAILED, error=explain(sequence.request_id, RuntimeError()))
         try:
@@ -435,10 +373,9 @@ class Engine:
         self._num_ended += 1
         self._counters.add_end(finish.reason, output.usage, error)
 
-    def _end_late_aborts(self) -> None:
+    def _end_aborted(self, sequences: Sequence[SequenceState]) -> None:
         """End what was aborted while a step was in flight and is not over yet."""
-        while self._late_aborts:
-            sequence = self._late_aborts.pop()
+        for sequence in sequences:
             if sequence.status is not Status.FINISHED:
                 self._end(sequence, ABORTED)
 
@@ -450,6 +387,7 @@ class Engine:
 
     def preempt(self, request_id: str) -> bool:
         """Take a running request's pages, as when they run out; False when it does not run."""
+        self._steps.land(may_lead=False)
         sequence = self._live.get(request_id)
         if sequence is None or sequence.lease is None:
             return False
@@ -499,12 +437,14 @@ class Engine:
 
     def check(self) -> None:
         """Raise AssertionError where the books disagree; for tests, between steps. O(pages)."""
-        check_books(self._scheduler, self._tree, self._table, self._live.values())
-        assert self._counters.accepted == self._num_ended + len(self._live)
+        live = [*self._live.values(), *self._steps.aborted()]
+        check_books(self._scheduler, self._tree, self._table, live)
+        assert self._counters.accepted == self._num_ended + len(live)
 
     def close(self) -> None:
         """Let go of the model and the grammar threads; what is unfinished ends in an error."""
         self._refusal = CLOSED
+        self._steps.forget()
         for sequence in list(self._live.values()):
             self._end(sequence, FAILED, error=CLOSED)
         self.cache.close()

@@ -57,4 +57,6 @@ class GrowthForecast:
     def own_pages(self, sequence: SequenceState) -> int:
         """Pages that no other sequence holds: its end gives them back."""
         lease = sequence.lease
-        return 0 if lease is None else len(lease.page_ids) - lease.num_shared // self._page_size
+        if lease is None:
+            return 0
+        return len(lease.page_ids) + len(lease.spare) - lease.num_shared // self._page_size

@@ -53,6 +53,8 @@ class EngineStats:
     dropped_pages: int = 0  # not written to the disk
     stalls: int = 0  # steps with work that could do nothing
     failed_steps: int = 0  # forward passes that raised
+    overlapped_steps: int = 0  # steps that were launched before the one before was committed
+    dropped_rows: int = 0  # rows of such steps that turned out not to be wanted
     # seconds, on the engine's clock
     last_step_s: float = 0.0  # duration of the newest step
     step_time_error: float = 0.0  # of the model of step times: mean |relative|, recent steps
@@ -85,6 +87,8 @@ class Counters:
         self.recomputed_tokens = 0
         self.stalls = 0
         self.failed_steps = 0
+        self.overlapped_steps = 0
+        self.dropped_rows = 0
         self.last_step_s = 0.0
         self.plan_s = 0.0
         self.launch_s = 0.0

@@ -2,6 +2,11 @@
 
 launch(batch) -> handle        CPU: computes now; CUDA: enqueues
 handle.sample(params) -> ids   waits for the device, the one synchronisation of a step
+
+A runner whose device keeps the ids it has chosen (`AheadRunner`) is a step ahead of the host:
+
+    device   forward n | sample n | forward n+1 ........ | sample n+1 | forward n+2
+    host          ids of n: commit n, masks of n+1 ^, launch n+2 ^
 """
 
 from __future__ import annotations
@@ -12,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from palmette.kernels.backend import KVPool
-from palmette.kernels.batch import ForwardBatch
+from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.kv_dtype import FLOAT_DTYPES, SCALED_KV_DTYPES, FloatDtype, KVDtype
 from palmette.kernels.sampling import SampleBatch, SampleResult
 
@@ -54,6 +59,40 @@ class ModelRunner(Protocol):
     def launch(self, batch: ForwardBatch) -> StepHandle: ...
 
     def close(self) -> None: ...
+
+
+class PendingSample(Protocol):
+    """Chosen tokens on their way to the host."""
+
+    def result(self) -> SampleResult | None:
+        """Waits for them, None when none were asked for; raises what went wrong in the step.
+
+        To be called once.
+        """
+        ...
+
+
+class AheadHandle(StepHandle, Protocol):
+    def start(self, params: SampleBatch | None) -> PendingSample:
+        """Enqueue the choice of a token per sampled row; `params` is read before this returns.
+
+        None: the step samples none.
+        """
+        ...
+
+
+@runtime_checkable
+class AheadRunner(ModelRunner, Protocol):
+    """A runner that computes in order what was enqueued, pool operations included."""
+
+    def launch_ahead(self, batch: ForwardBatch, sources: Int32Array | None) -> AheadHandle:
+        """Enqueue a step; `batch` is read before this returns.
+
+        sources [T]: the row of the choice that was started last whose id is this row's token, or
+        -1: the id is in the batch; None: all are. Where that choice failed, the row's K and V are
+        undefined and nothing else.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +211,8 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         if checkpoint.architecture.build is not None:  # its own model: torch, no fused kernels
             choice = _torch_choice(config, device="cuda", reason="an architecture of its own")
             return choice.build(checkpoint, num_pages)
-        from .cuda_runner import CudaRunner, graph_rows_up_to
+        from .cuda_graphs import graph_rows_up_to
+        from .cuda_runner import CudaRunner
 
         return CudaRunner(
             checkpoint,

@@ -31,6 +31,8 @@ from .dominant_share import DominantShare, shares_of
 from .forecast import GrowthForecast
 from .plan import Chunk, StepPlan
 from .policies import make_queue
+from .progress import settle
+from .room import Room
 from .sequence import SequenceState, Status
 from .sequence_table import SequenceTable
 from .swap import SwapSpace
@@ -69,6 +71,7 @@ class Scheduler:
         self._on_fault = on_fault
         self.budget = ChunkBudget(config)
         self._forecast = GrowthForecast(pool.page_size)
+        self._room = Room(tree, table, self._forecast)
         self._shares = shares_of(config, tree.num_pages, self._forecast.own_pages)
         self._swap = SwapSpace(pool, max_bytes=config.swap_bytes, min_tokens=config.swap_min_tokens)
         self.waiting = make_queue(config, tree=tree, expected_tokens=self._forecast.remaining)
@@ -131,10 +134,7 @@ class Scheduler:
             self.waiting.push(sequence)
 
     def remove(self, sequence: SequenceState, *, keep: bool = True) -> None:
-        """Forget a sequence at whatever stage it is; its pages go back.
-
-        `keep` False: what it computed is not to be found again.
-        """
+        """Forget a sequence at any stage; pages go back. keep: what it computed can be found."""
         if sequence.status is Status.WAITING:
             self._dequeue(sequence)
         elif sequence.status is not Status.FINISHED:
@@ -167,7 +167,7 @@ class Scheduler:
 
     def choose_again(self, sequence: SequenceState) -> None:
         """Compute the newest token once more, for its logits."""
-        self._settle(sequence)
+        settle(self._tree, sequence)
         sequence.status = Status.PREFILL
         sequence.num_ready = sequence.num_tokens - 1
 
@@ -186,6 +186,47 @@ class Scheduler:
         head = self._next_waiting()
         prompts = prefills or ([] if head is None else [head])
         self._plan_chunks(plan, prefills, self.budget.limit(plan.decodes, prompts, now))
+        self.budget.note(plan)
+        return plan
+
+    def wants_plan(self, plan: StepPlan) -> bool:
+        """Whether the step after `plan` is for others, too, than for those that it samples."""
+        sampled = {sequence.arrival for sequence in plan.decodes}
+        sampled.update(chunk.sequence.arrival for chunk in plan.chunks if chunk.is_sampling)
+        if any(sequence.arrival not in sampled for sequence in self.running):
+            return True
+        head = self._next_waiting()
+        if head is None:
+            return False
+        if self._shares is not None and self._step + 1 >= self._next_way:
+            return True
+        if self._table.num_free == 0:
+            return False
+        arrival, step = self._blocked or (-1, 0)
+        return arrival != head.arrival or self._step + 1 - step >= RETRY_STEPS
+
+    def reserve(self, sequence: SequenceState, num_tokens: int) -> bool:
+        """Pages for tokens that are not known yet; False when there are none to be had."""
+        lease = sequence.lease
+        assert lease is not None
+        if num_tokens > len(lease.page_ids) * self._tree.page_size:
+            try:
+                pages = self._tree.reserve(lease, num_tokens)
+            except PagesExhausted:
+                return False
+            self._table.page_table[sequence.row, : len(pages)] = pages
+        return True
+
+    def join(self, sequences: Sequence[SequenceState], *, now: float) -> StepPlan:
+        """The step that was launched for these: who has become one token longer and can go on.
+
+        Its tokens are claimed as `plan` does; whoever is not in the plan, its row counts nothing.
+        """
+        self._step += 1
+        self._now = now
+        plan = StepPlan()
+        self._plan_rows(plan, sequences)
+        plan.decodes = [s for s in plan.decodes if s.status is Status.DECODE]
         self.budget.note(plan)
         return plan
 
@@ -217,22 +258,6 @@ class Scheduler:
             if self._tree.frontier(lease) == num_tokens:
                 sequence.steady_end = len(lease.page_ids) * self._tree.page_size
         sequence.advance(num_tokens - 1, num_tokens)
-
-    def _settle(self, sequence: SequenceState) -> None:
-        """Tell the tree of the tokens that a sequence has computed since it is steady.
-
-        Its lease had been computed to the end, so these tokens lie in pages of its own which the
-        tree has given out already: they concern nobody else, and the tree is told page by page.
-        """
-        sequence.steady_end, start = 0, sequence.num_leased
-        num_ready, num_prompt = sequence.num_ready, sequence.num_prompt
-        if num_ready > start:
-            assert sequence.lease is not None
-            new_ids = sequence.generated[start - num_prompt : num_ready - num_prompt]
-            self._tree.extend(sequence.lease, new_ids)
-            sequence.num_leased = num_ready
-            self._tree.claim(sequence.lease, num_ready - start)
-            self._tree.publish(sequence.lease, num_ready)
 
     def publish_chunk(self, chunk: Chunk) -> bool:
         """A step has computed this chunk; False when what it rests on was lost with another.
@@ -266,7 +291,7 @@ class Scheduler:
         self._blocked, self._next_way = None, 0
         assert lease is not None
         try:
-            self._settle(sequence)
+            settle(self._tree, sequence)
         except Exception as error:  # fault boundary: what it computed is not found again
             logger.error("request %s: not told to the cache", sequence.request_id, exc_info=error)
             keep = False
@@ -280,6 +305,9 @@ class Scheduler:
             turn = {s.arrival for s in sorted(decodes, key=attrgetter("last_step"))[:budget]}
             decodes = [sequence for sequence in decodes if sequence.arrival in turn]
         # Best rank first: whoever is preempted for pages is not in the plan yet.
+        self._plan_rows(plan, decodes)
+
+    def _plan_rows(self, plan: StepPlan, decodes: Sequence[SequenceState]) -> None:
         for sequence in decodes:
             if sequence.status is not Status.DECODE:
                 continue
@@ -292,7 +320,7 @@ class Scheduler:
     def _claim_decode(self, sequence: SequenceState) -> bool:
         """Claim the newest token, with a page where it needs one; False: not in this step."""
         try:
-            self._settle(sequence)
+            settle(self._tree, sequence)
             if sequence.num_leased != sequence.num_tokens and not self._extend(sequence):
                 return False
             assert sequence.lease is not None
@@ -418,7 +446,7 @@ class Scheduler:
             if arrival == sequence.arrival and self._step - step < RETRY_STEPS:
                 return False  # no pages came back since, and the forecast is nearly the same
         try:
-            if self._has_room(sequence):
+            if self._room.has_pages(sequence, self.running):
                 return self._take_lease(sequence)
         except PagesExhausted:
             pass
@@ -459,40 +487,13 @@ class Scheduler:
         for wanting in (heads := self.waiting.heads()):
             victims = shares.victims(
                 wanting,
-                num_pages=self._pages_for(wanting),
+                num_pages=self._room.pages_for(wanting),
                 running=self.running,
                 waiting=heads,
-                is_enough=partial(self._has_place, wanting),
+                is_enough=partial(self._room.has_place, wanting, self.running),
             )
             for victim in victims or ():
                 self.preempt(victim)
             if victims is not None and self._admit(wanting):  # a victim may be next in the queue
                 return
         self._next_way = self._step + RETRY_STEPS
-
-    def _has_place(self, sequence: SequenceState, leaving: Sequence[SequenceState]) -> bool:
-        return self._table.num_free + len(leaving) > 0 and self._has_room(sequence, leaving)
-
-    def _pages_for(self, sequence: SequenceState) -> int:
-        """How many it needs now beside those that the tree has."""
-        ids = sequence.all_ids()
-        matched = self._tree.match(ids, sequence.request.namespace)
-        return -(-(len(ids) - matched) // self._tree.page_size)
-
-    def _has_room(self, sequence: SequenceState, leaving: Sequence[SequenceState] = ()) -> bool:
-        """Whether the pages suffice, with what those that run are going to want: no thrashing.
-
-        leaving: of those that run, worst rank first; as if they had gone.
-        """
-        staying = self.running
-        if leaving:
-            gone = {other.arrival for other in leaving}
-            staying = [other for other in staying if other.arrival not in gone]
-        if not staying:
-            return True
-        available = self._tree.num_free_pages + self._tree.num_evictable_pages
-        available += sum(map(self._forecast.own_pages, leaving))
-        needed = self._pages_for(sequence)
-        if needed > available:
-            return False
-        return needed + self._forecast.peak_pages((*staying, sequence)) <= available

@@ -56,6 +56,7 @@ _ENGINE_HELP = {
     "mixed_chunk_tokens": "most prefill tokens in a step that decodes too",
     "max_running": "sequences that hold pages",
     "prefix_cache": "share prefixes among requests",
+    "overlap": "cuda: the host books a step while the device computes the next one",
     "jump_forward": "tokens that a grammar forces are not sampled",
     "policy": "order of the waiting queue: fcfs, priority, lpm, dfs-weight, program or fair",
     "ageing_s": "who waits for longer goes ahead every other time; inf: never",

@@ -59,6 +59,18 @@ def model_driver() -> Any:
 
 
 @pytest.fixture(scope="session")
+def delayed() -> Any:
+    """The class `DelayedRunner`: a runner whose steps are computed when somebody waits."""
+    return load_beside("delayed_runner").DelayedRunner
+
+
+@pytest.fixture(scope="session")
+def fake_devices() -> Any:
+    """The module of `RecordingDevice` and `QueueDevice`: stand-ins for CUDA devices."""
+    return load_beside("fake_devices")
+
+
+@pytest.fixture(scope="session")
 def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole tiny model in Hugging Face layout, with tokenizer and chat template."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny-files")

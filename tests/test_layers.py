@@ -19,6 +19,7 @@ HEAVY = {
         "kernels/kv_pool.py",
         "kernels/cuda/",
         "runtime/torch_runner.py",
+        "runtime/cuda_graphs.py",
         "runtime/cuda_runner.py",
         "runtime/models/",
     ),

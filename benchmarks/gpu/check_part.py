@@ -15,7 +15,7 @@ from palmette.kernels import reference
 from palmette.kernels.cuda import flashinfer, gemm
 from palmette.kernels.cuda.add_rms_norm import add_rms_norm
 from palmette.kernels.cuda.device import CudaDevice
-from palmette.kernels.cuda.logits import DeviceLogits, DeviceSampler
+from palmette.kernels.cuda.logits import DeviceLogits, DeviceSampler, StepOutput
 from palmette.kernels.cuda.rope_write import rope_write
 from palmette.kernels.cuda.silu_mul import silu_mul
 from palmette.kernels.cuda.triton_attention import TritonAttention
@@ -163,7 +163,8 @@ def check_sampler(results: Results) -> None:
         logits = torch.randn(rows, vocab_size, device="cuda") * 3
         params = sampling_params(rows, vocab_size)
         expected = sample_rows(logits.cpu().numpy(), params)
-        found = DeviceLogits(logits, DeviceSampler(CudaDevice())).sample(params)
+        sampler = DeviceSampler(CudaDevice(), vocab_size)
+        found = DeviceLogits(StepOutput(logits), sampler).sample(params)
         same = int((found.token_ids == expected.token_ids).sum())
         wanted = ~np.isnan(expected.logprobs) & (found.token_ids == expected.token_ids)
         error = float(np.abs(found.logprobs - expected.logprobs)[wanted].max())

@@ -170,9 +170,7 @@ def gemm_rate() -> float:
 def graph_ms(runner: Any, batch: ForwardBatch) -> float:
     """Median milliseconds of the graph alone that serves this decode step."""
     runner.launch(batch)  # uploads the arrays, and captures the graph if it must
-    tiles = runner._attention.prepare(batch).tiles
-    rows = next(size for size in runner._graph_rows if size >= batch.num_tokens)
-    return device_ms(runner._graphs[rows, tiles].graph.replay, repeat=8, cold=False)
+    return device_ms(runner.graphs.newest.replay, repeat=8, cold=False)
 
 
 class Results:

@@ -92,9 +92,9 @@ def measure_model(
             ms_host_launch=host, tokens_per_s=rows / step * 1000,
         )  # fmt: skip
     batch = decode_batch([context] * 8, PAGE, num_pages=runner.pool.num_pages)
-    graphs, runner._graph_rows = runner._graph_rows, ()
+    runner.graphs.is_on = False
     eager = wall_ms(lambda: runner.launch(batch), repeat=5)
-    runner._graph_rows = graphs
+    runner.graphs.is_on = True
     results.add(model=name, deterministic=deterministic, rows=8, ms_without_graph=eager)
     for new, cached in ((2048, 0), (128, 8192)):
         batch = prefill_batch(new, cached, PAGE)

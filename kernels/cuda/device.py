@@ -1,7 +1,8 @@
-"""What a runner asks of a device beside computing: pinned memory, copies, events, graphs.
+"""What a runner asks of a device: kernels in order, pinned memory, copies, events, graphs.
 
-`HostDevice` does the same on the CPU, one call after the other: kernels run by Triton's
-interpreter, and graphs replay by running their function again.
+A `Device` is one queue of it (a CUDA stream); `side` gives a second one. `HostDevice` does the
+same on the CPU, one call after the other: kernels run by Triton's interpreter, and graphs replay
+by running their function again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """Work is enqueued in order; only `Event.synchronize` waits."""
+    """Work is enqueued in order; on the host only `Event.synchronize` waits."""
 
     @property
     def torch_device(self) -> torch.device: ...
@@ -39,7 +40,21 @@ class Device(Protocol):
         """Enqueue a copy between the host and the device."""
         ...
 
-    def event(self) -> Event: ...
+    def submit(self, work: Callable[[], object]) -> None:
+        """Enqueue the kernels that `work` launches; it runs now or, on a fake, in its turn."""
+        ...
+
+    def event(self) -> Event:
+        """One that `record` puts into this queue."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """What is enqueued from here on waits on the device for `event`; the host does not."""
+        ...
+
+    def side(self) -> Device:
+        """Another queue of the same device, for copies beside the kernels."""
+        ...
 
     def capture(self, function: Callable[[], None]) -> Graph:
         """Record the launches of `function`, which was run before; replay repeats them on the
@@ -51,22 +66,49 @@ class Device(Protocol):
         ...
 
 
-class CudaDevice:
-    """Implements `Device` on the current CUDA device and stream."""
+class _CudaEvent:
+    def __init__(self, stream: Any) -> None:
+        self.event = torch.cuda.Event()
+        self._stream = stream
 
-    def __init__(self) -> None:
+    def record(self) -> None:
+        self.event.record(self._stream)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class CudaDevice:
+    """Implements `Device` on the current CUDA device and its current stream, or on `stream`."""
+
+    def __init__(self, stream: Any = None) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.current_stream() if stream is None else stream
+        self._is_side = stream is not None
         self._pool: Any = None  # memory that all graphs share
 
     def host_buffer(self, num_words: int) -> Tensor:
         return torch.empty(num_words, dtype=torch.int32, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        self.submit(lambda: target.copy_(source, non_blocking=True))
+
+    def submit(self, work: Callable[[], object]) -> None:
+        if self._is_side:
+            with torch.cuda.stream(self._stream):
+                work()
+        else:
+            work()
 
     def event(self) -> Event:
-        event: Event = torch.cuda.Event()
-        return event
+        return _CudaEvent(self._stream)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        self._stream.wait_event(event.event)
+
+    def side(self) -> Device:
+        return CudaDevice(torch.cuda.Stream(self.torch_device))
 
     def capture(self, function: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
@@ -104,8 +146,17 @@ class HostDevice:
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
+    def submit(self, work: Callable[[], object]) -> None:
+        work()
+
     def event(self) -> Event:
         return _HostEvent()
+
+    def wait(self, event: Event) -> None:
+        """The work is done already."""
+
+    def side(self) -> Device:
+        return self
 
     def capture(self, function: Callable[[], None]) -> Graph:
         function()

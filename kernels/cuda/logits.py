@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,75 +10,111 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from palmette.kernels.sampling import (
-    NOT_FINITE,
-    Float32Array,
-    Int32Array,
-    SampleBatch,
-    SampleResult,
-    sample_rows,
-    uniforms,
-)
+from palmette.kernels.batch import ForwardBatch, Int32Array
+from palmette.kernels.sampling import NOT_FINITE, RowSampling, SampleBatch, SampleResult
 
 from . import sampler
-from .device import Device
-from .staging import Staging, layout_of
+from .device import Device, Event
+from .feed import uniforms
+from .staging import Section, Staging, layout_of
 
+MAX_ROWS = 1 << 16  # rows of one choice
 _TOP_ROWS = 32  # rows whose best ids are looked for at once
 _NO_IDS = np.empty(0, np.int32)
 _NO_VALUES = np.empty(0, np.float32)
+_EDITS = ("rows", "ids", "repetitions", "subtracts", "adds")
+_COLUMNS = (
+    "has_masks",
+    "targets",
+    "temperatures",
+    "top_ks",
+    "top_ps",
+    "min_ps",
+    "wants_logprob",
+)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a forward pass leaves on the device."""
+
+    logits: Tensor | None = None  # [S, V] float32 once the pass has run
+    batch: ForwardBatch | None = None  # its arrays hold until the next one is built
+    positions: Tensor | None = None  # int32, of the batch's tokens
+    rows: Tensor | None = None  # [S] int32, those that are sampled; None: the first S
 
 
 class DeviceSampler:
-    """Buffers for sampling, reused by every step."""
+    """Buffers for sampling, reused by every step.
 
-    def __init__(self, device: Device) -> None:
+    Parameters stay on the device as long as the same ones are given, as for steady decodes: then
+    nothing is uploaded but the masks, if there are any.
+    """
+
+    def __init__(self, device: Device, vocab_size: int) -> None:
         self.device = device
-        self.staging = Staging(device, 4096)
-        self._result = device.host_buffer(2)
+        self._vocab_size = vocab_size
+        self._chosen = torch.zeros(2 * MAX_ROWS, dtype=torch.int32, device=device.torch_device)
+        self._staging = Staging(device, 4096)
+        self._results = [device.host_buffer(64) for _ in range(2)]  # of two steps in turn
+        self._turn = 0
+        self._params: SampleBatch | None = None  # whose arrays the device has
+        self._layout: dict[str, Section] = {}
 
-    def result_buffer(self, num_words: int) -> Tensor:
-        if len(self._result) < num_words:
-            self._result = self.device.host_buffer(2 * num_words)
-        return self._result[:num_words]
+    @property
+    def chosen(self) -> Tensor:
+        """[MAX_ROWS] int32: the ids of the newest choice; its memory never moves."""
+        return self._chosen[:MAX_ROWS]
 
-
-class DeviceLogits:
-    """A `runner.StepHandle`. `logits` [S, V] float32 may be reused by the next launch."""
-
-    def __init__(self, logits: Tensor, sampler: DeviceSampler) -> None:
-        self.logits = logits
-        self._sampler = sampler
-
-    def sample(self, params: SampleBatch) -> SampleResult:
-        """One upload, the kernels, one wait. The rule is `kernels.sampling.sample_rows`."""
-        with torch.inference_mode():
-            return self._sample(params)
-
-    def _sample(self, params: SampleBatch) -> SampleResult:
+    def start(self, step: StepOutput, params: SampleBatch | None) -> PendingTokens:
+        """Enqueue the choice of a token per row; None: only tell when the step is done."""
+        if params is None:
+            done = self.device.event()
+            done.record()
+            return PendingTokens(done)
         num_rows = len(params.targets)
-        wanted = (params.num_top >= 0) | (params.targets >= 0)
-        out = torch.empty(2, num_rows, dtype=torch.int32, device=self.logits.device)
-        self._launch(params, wanted, out)
-        host = self._sampler.result_buffer(2 * num_rows).view(2, num_rows)
-        self._sampler.device.copy(host, out)
-        read = self._sampler.device.event()
-        read.record()
-        read.synchronize()
-        result = host.numpy()
-        token_ids, logprobs = result[0].copy(), result[1].view(np.float32).copy()
-        self._retry(params, token_ids, logprobs)
-        top_ids, top_logprobs = self._top(params, token_ids, logprobs)
-        return SampleResult(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            top_ids=tuple(top_ids),
-            top_logprobs=tuple(top_logprobs),
-        )
+        if num_rows > MAX_ROWS:
+            raise ValueError(f"{num_rows} rows are sampled in one step; at most {MAX_ROWS}")
+        views = self._upload(step, params)
+        wanted = np.flatnonzero(params.num_top > 0)
+        width = min(max(0, int(params.num_top.max(initial=0))), self._vocab_size)
+        shape = (2, len(wanted), width)
+        top = torch.empty(shape, dtype=torch.int32, device=self.device.torch_device)
+        out = self._chosen[: 2 * num_rows]
 
-    def _launch(self, params: SampleBatch, wanted: NDArray[np.bool_], out: Tensor) -> None:
+        def choose() -> None:
+            self._launch(step, params.masks is not None, views, out.view(2, num_rows))
+            if len(wanted):
+                assert step.logits is not None
+                _find_top(step.logits, views["top_rows"], out, top)
+
+        self.device.submit(choose)
+        host = self._result_buffer(len(out) + top.numel())
+        self.device.copy(host[: len(out)], out)
+        if len(wanted):
+            self.device.copy(host[len(out) :], top.view(-1))
+        read = self.device.event()
+        read.record()
+        return PendingTokens(read, host, num_rows, params.num_top, wanted, width)
+
+    def _result_buffer(self, num_words: int) -> Tensor:
+        self._turn ^= 1
+        if len(self._results[self._turn]) < num_words:
+            self._results[self._turn] = self.device.host_buffer(2 * num_words)
+        return self._results[self._turn][:num_words]
+
+    def _upload(self, step: StepOutput, params: SampleBatch) -> dict[str, Tensor]:
+        """What the kernels read; nothing is copied that the device has."""
+        batch = step.batch
+        is_next = batch is not None and np.array_equal(
+            params.positions - 1, batch.positions[batch.sample_rows]
+        )
+        if params is self._params and is_next:
+            if params.masks is not None:
+                self._staging.upload({"masks": params.masks}, self._layout)
+            return self._views(step)
         edits = sampler.edits_of(
-            params.rows,
+            _without_lifted_bans(params),
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
             repetition=params.repetition_penalty,
@@ -90,55 +126,142 @@ class DeviceLogits:
             "top_ks": params.top_k,
             "top_ps": params.top_p,
             "min_ps": params.min_p,
-            "randoms": uniforms(params.seeds, params.choices, params.positions),
-            "wants_logprob": wanted.astype(np.int32),
+            "wants_logprob": ((params.num_top >= 0) | (params.targets >= 0)).astype(np.int32),
+            "seeds": params.seeds.view(np.int64),
+            "choices": params.choices,
         }
-        parameters = tuple(arrays)
-        names = ("rows", "ids", "repetitions", "subtracts", "adds")
-        arrays.update(zip(names, edits, strict=True))
+        arrays.update(zip(_EDITS, edits, strict=True))
+        arrays["top_rows"] = np.flatnonzero(params.num_top > 0).astype(np.int32)
+        if not is_next:
+            arrays["positions"] = params.positions - np.int32(1)
         if params.masks is not None:
             arrays["masks"] = params.masks
-        layout = layout_of(arrays)
-        self._sampler.staging.upload(arrays, layout)
-        views = self._sampler.staging.views(layout)
-        edited = self.logits
-        if len(edits[0]):
-            edited = self.logits.clone()
-            sampler.apply_edits(edited, *(views[name] for name in names))
-        masks = None if params.masks is None else views["masks"].view(params.masks.shape)
-        sampler.sample(
-            self.logits, edited, masks, out=out, **{name: views[name] for name in parameters}
+        self._layout = layout_of(arrays)
+        self._staging.upload(arrays, self._layout)
+        # Rows with edits come with new parameters each time.
+        self._params = params if is_next and not len(edits[0]) else None
+        return self._views(step)
+
+    def _views(self, step: StepOutput) -> dict[str, Tensor]:
+        views = self._staging.views(self._layout)
+        if "positions" not in views:
+            assert step.positions is not None
+            views["positions"] = step.positions
+        return views
+
+    def _launch(
+        self, step: StepOutput, has_masks: bool, views: dict[str, Tensor], out: Tensor
+    ) -> None:
+        logits = step.logits
+        assert logits is not None
+        rows = step.rows if views["positions"] is step.positions else None
+        randoms = uniforms(views["seeds"], views["choices"], views["positions"], rows)
+        edited = logits
+        if len(views["ids"]):
+            edited = logits.clone()
+            sampler.apply_edits(edited, *(views[name] for name in _EDITS))
+        masks = views["masks"].view(len(logits), -1) if has_masks and len(logits) else None
+        columns = {name: views[name] for name in _COLUMNS}
+        sampler.sample(logits, edited, masks, out=out, randoms=randoms, **columns)
+
+
+class DeviceLogits:
+    """A `runner.AheadHandle`; the logits may be overwritten by the next launch."""
+
+    def __init__(self, step: StepOutput, sampler: DeviceSampler) -> None:
+        self._step = step
+        self._sampler = sampler
+
+    @property
+    def logits(self) -> Tensor:
+        """[S, V] float32."""
+        assert self._step.logits is not None
+        return self._step.logits
+
+    def start(self, params: SampleBatch | None) -> PendingTokens:
+        """One upload at most, the kernels, one copy back. The rule is `sampling.sample_rows`,
+        where no allowed id is -inf before the mask."""
+        with torch.inference_mode():
+            return self._sampler.start(self._step, params)
+
+    def sample(self, params: SampleBatch) -> SampleResult:
+        result = self.start(params).result()
+        assert result is not None
+        return result
+
+
+class PendingTokens:
+    """A `runner.PendingSample`."""
+
+    def __init__(
+        self,
+        read: Event,
+        host: Tensor | None = None,
+        num_rows: int = 0,
+        num_top: Int32Array = _NO_IDS,
+        top_rows: NDArray[np.intp] | None = None,
+        width: int = 0,
+    ) -> None:
+        self._read = read
+        self._host = host  # [2, S] ids and logprobs; [2, R, width] best ids and logits above
+        self._num_rows = num_rows
+        self._num_top = num_top.copy()
+        self._top_rows = top_rows
+        self._width = width
+
+    def result(self) -> SampleResult | None:
+        self._read.synchronize()
+        if self._host is None:
+            return None
+        num_rows, words = self._num_rows, self._host.numpy()
+        token_ids = words[:num_rows].copy()
+        logprobs = words[num_rows : 2 * num_rows].view(np.float32).copy()
+        ids, values = [_NO_IDS] * num_rows, [_NO_VALUES] * num_rows
+        if self._top_rows is not None:
+            top = words[2 * num_rows :].reshape(2, len(self._top_rows), self._width)
+            for place, row in enumerate(self._top_rows.tolist()):
+                count = min(int(self._num_top[row]), self._width)
+                if token_ids[row] != NOT_FINITE:
+                    ids[row] = top[0, place, :count].copy()
+                    values[row] = top[1, place, :count].view(np.float32) + logprobs[row]
+        return SampleResult(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            top_ids=tuple(ids),
+            top_logprobs=tuple(values),
         )
 
-    def _retry(self, params: SampleBatch, token_ids: Int32Array, logprobs: Float32Array) -> None:
-        """Rows whose grammar allows banned ids only: the host's rule lifts the ban."""
-        for index, row in enumerate(params.rows):
-            if row is not None and len(row.banned_ids) and token_ids[index] == NOT_FINITE:
-                logits = self.logits[index : index + 1].cpu().numpy()
-                result = sample_rows(logits, _row_of(params, index))
-                token_ids[index], logprobs[index] = result.token_ids[0], result.logprobs[0]
 
-    def _top(
-        self, params: SampleBatch, token_ids: Int32Array, logprobs: Float32Array
-    ) -> tuple[list[Int32Array], list[Float32Array]]:
-        """The best ids by raw logit, ties by id, of the rows that want them."""
-        num_rows, vocab_size = self.logits.shape
-        ids, values = [_NO_IDS] * num_rows, [_NO_VALUES] * num_rows
-        rows = np.flatnonzero((params.num_top > 0) & (token_ids != NOT_FINITE))
-        for start in range(0, len(rows), _TOP_ROWS):
-            part = rows[start : start + _TOP_ROWS]
-            width = min(int(params.num_top[part].max()), vocab_size)
-            at = torch.from_numpy(part).to(self.logits.device)
-            chosen = torch.from_numpy(token_ids[part].astype(np.int64)).to(self.logits.device)
-            logits = self.logits[at]
-            best = _largest(logits, width)
-            above = logits.gather(1, best) - logits.gather(1, chosen[:, None])
-            best_ids, best_values = best.cpu().numpy(), above.cpu().numpy()
-            for place, index in enumerate(part):
-                count = int(params.num_top[index])
-                ids[index] = best_ids[place, :count].astype(np.int32)
-                values[index] = best_values[place, :count] + logprobs[index]
-        return ids, values
+def _without_lifted_bans(params: SampleBatch) -> tuple[RowSampling | None, ...]:
+    """The rows' edits; where a grammar allows banned ids only, the ban gives way."""
+    rows, masks = params.rows, params.masks
+    if masks is None or not any(rows):
+        return rows
+    kept = list(rows)
+    for index, row in enumerate(rows):
+        if row is not None and len(row.banned_ids) and params.has_mask[index]:
+            left = masks[index].view(np.uint32).copy()
+            bits = np.uint32(1) << (row.banned_ids & 31).astype(np.uint32)
+            np.bitwise_and.at(left, row.banned_ids >> 5, ~bits)
+            if not left.any():
+                kept[index] = replace(row, banned_ids=_NO_IDS)
+    return tuple(kept)
+
+
+def _find_top(logits: Tensor, rows: Tensor, chosen: Tensor, out: Tensor) -> None:
+    """The best ids by raw logit, ties by id, and how far above the chosen id's logit they lie.
+
+    logits [S, V]; rows [R]; chosen [>= S]; out [2, R, width] int32, the second part bit by bit.
+    """
+    width = out.shape[2]
+    for start in range(0, len(rows), _TOP_ROWS):
+        part = slice(start, start + _TOP_ROWS)
+        at = rows[part].long()
+        picked = logits[at]
+        best = _largest(picked, width)
+        own = picked.gather(1, chosen[at].clamp_min(0).long()[:, None])
+        out[0, part] = best.to(torch.int32)
+        out[1, part] = (picked.gather(1, best) - own).view(torch.int32)
 
 
 def _largest(logits: Tensor, width: int) -> Tensor:
@@ -147,13 +270,3 @@ def _largest(logits: Tensor, width: int) -> Tensor:
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     place = torch.arange(logits.shape[1], device=logits.device)
     return torch.topk((key << 32) | (0xFFFFFFFF - place), width, dim=1).indices
-
-
-def _row_of(params: SampleBatch, index: int) -> SampleBatch:
-    only = slice(index, index + 1)
-    columns: dict[str, Any] = {
-        field.name: None if value is None else value[only]
-        for field in fields(params)
-        for value in (getattr(params, field.name),)
-    }
-    return replace(params, **columns)

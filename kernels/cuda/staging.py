@@ -18,8 +18,9 @@ _DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
+    np.dtype(np.int64): torch.int64,
 }
-_DEPTH = 2  # host buffers in turn, so that one is filled while the other is copied
+_DEPTH = 3  # host buffers in turn: of the step that runs, the one launched ahead, and the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,10 @@ class Staging:
         }
 
     def upload(self, arrays: Mapping[str, NDArray[Any]], layout: Mapping[str, Section]) -> None:
-        """Copy `arrays` to the front of their sections, in one copy; does not wait for it."""
+        """Copy `arrays` to the front of their sections, in one copy; does not wait for it.
+
+        It takes what lies between them along: give neighbours.
+        """
         end = num_words(layout)
         if end > len(self._target):
             self._reserve(2 * end)
@@ -76,12 +80,12 @@ class Staging:
         host = self._hosts[self._turn]
         self._copied[self._turn].synchronize()  # its last copy has been read
         words = host.numpy()
-        last = 0
+        first, last = end, 0
         for name, array in arrays.items():
             start = layout[name].start
             flat = np.ascontiguousarray(array).reshape(-1).view(np.int32)
             words[start : start + len(flat)] = flat
-            last = max(last, start + len(flat))
-        if last:
-            self._device.copy(self._target[:last], host[:last])
+            first, last = min(first, start), max(last, start + len(flat))
+        if last > first:
+            self._device.copy(self._target[first:last], host[first:last])
         self._copied[self._turn].record()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ class CheckedBuilder(BatchBuilder):
     """Compares every step with what a new builder makes of it; counts what was continued."""
 
     def make(self, engine: Engine) -> CheckedBuilder:
-        old = engine._builder
+        old = engine._steps.builder
         super().__init__(
             engine._table,
             page_size=PAGE_SIZE,
@@ -37,20 +38,22 @@ class CheckedBuilder(BatchBuilder):
         self.fresh = old
         return self
 
-    def build(self, plan: StepPlan) -> ForwardBatch:
+    def build(self, plan: StepPlan, *, ahead: bool = False) -> ForwardBatch:
         newest = self._batch
-        batch = super().build(plan)
+        batch = super().build(plan, ahead=ahead)
         self.num_continued += batch is newest
         self.fresh._num_steady = 0
-        assert_equal(batch, self.fresh.build(plan))
+        assert_equal(batch, self.fresh.build(plan, ahead=ahead))
         return batch
 
-    def sampling(self, plan: StepPlan, *, faults: dict[int, Exception]) -> SampleBatch:
+    def sampling(
+        self, plan: StepPlan, *, faults: dict[int, Exception], dropped: Collection[int] = ()
+    ) -> SampleBatch:
         newest = self._params
-        params = super().sampling(plan, faults=faults)
+        params = super().sampling(plan, faults=faults, dropped=dropped)
         self.num_same_params += params is newest
         self.fresh._params = None
-        assert_equal(params, self.fresh.sampling(plan, faults=faults))
+        assert_equal(params, self.fresh.sampling(plan, faults=faults, dropped=dropped))
         return params
 
 
@@ -87,7 +90,7 @@ def test_continued_batches(
     requests: list[Request], num_continued: int, num_same_params: int
 ) -> None:
     engine = fake_engine(runner=FakeRunner(num_pages=64, page_size=PAGE_SIZE, vocab_size=300))
-    builder = engine._builder = CheckedBuilder.__new__(CheckedBuilder).make(engine)
+    builder = engine._steps.builder = CheckedBuilder.__new__(CheckedBuilder).make(engine)
     engine.submit(requests)
     while engine.has_work:
         engine.step()
@@ -98,7 +101,7 @@ def test_continued_batches(
 
 def test_masks_are_written_anew_and_in_place() -> None:
     engine = fake_engine(runner=FakeRunner(num_pages=64, page_size=PAGE_SIZE, vocab_size=300))
-    builder = engine._builder = CheckedBuilder.__new__(CheckedBuilder).make(engine)
+    builder = engine._steps.builder = CheckedBuilder.__new__(CheckedBuilder).make(engine)
     got = run_all(engine, [request("a", 8), replace(request("b", 8), grammar=DIGITS)])
     assert got["b"].text.isdigit()
     assert len(got["b"].text) == 30
@@ -108,7 +111,7 @@ def test_masks_are_written_anew_and_in_place() -> None:
 def test_rows_that_change_between_steps() -> None:
     """Arrivals, ends, aborts and preemptions: whatever continues, the arrays are right."""
     engine = fake_engine(runner=FakeRunner(num_pages=64, page_size=PAGE_SIZE, vocab_size=300))
-    builder = engine._builder = CheckedBuilder.__new__(CheckedBuilder).make(engine)
+    builder = engine._steps.builder = CheckedBuilder.__new__(CheckedBuilder).make(engine)
     engine.submit([request(name, 8 + i) for i, name in enumerate("abc")])
     for step in range(100):
         if step == 6:

@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from palmette.kernels.cuda.device import HostDevice
 from palmette.kernels.sampling import SampleBatch, sample_rows
-from palmette.runtime.cuda_runner import CudaRunner, graph_rows_up_to
+from palmette.runtime.cuda_graphs import graph_rows_up_to
 from palmette.runtime.torch_runner import TorchRunner
 from palmette.runtime.weights import open_checkpoint
 
 PROMPT = [int(token) for token in np.random.default_rng(7).integers(3, 300, 40)]
 POOL = {"num_pages": 32, "page_size": 16}
-
-
-class RecordingDevice(HostDevice):
-    """Notes what a runner asks of its device, in order."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.calls.append("copy")
-        super().copy(target, source)
-
-    def event(self) -> Any:
-        device, plain = self, super().event()
-
-        class Event:
-            def record(self) -> None:
-                plain.record()
-
-            def synchronize(self) -> None:
-                device.calls.append("wait")
-
-        return Event()
-
-    def capture(self, function: Callable[[], None]) -> Any:
-        self.calls.append("capture")
-        device, plain = self, super().capture(function)
-
-        class Graph:
-            def replay(self) -> None:
-                device.calls.append("replay")
-                plain.replay()
-
-        return Graph()
-
-
-def runner_of(path: Any, **options: Any) -> tuple[CudaRunner, RecordingDevice]:
-    device = RecordingDevice()
-    options = {"dtype": "fp32", "graph_rows": (), **POOL, **options}
-    return CudaRunner(open_checkpoint(path), device=device, **options), device
 
 
 def logits_of(handle: Any) -> np.ndarray:
@@ -90,7 +47,9 @@ def plain_params(num_rows: int, **values: Any) -> SampleBatch:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
-def test_logits_equal_the_torch_runner(name: str, tiny_models: Any, model_driver: Any) -> None:
+def test_logits_equal_the_torch_runner(
+    name: str, tiny_models: Any, runner_of: Any, model_driver: Any
+) -> None:
     path = tiny_models.directory(name)
     expected = model_driver(TorchRunner(open_checkpoint(path), **POOL))
     runner, _ = runner_of(path, graph_rows=(2,))
@@ -108,7 +67,9 @@ def test_logits_equal_the_torch_runner(name: str, tiny_models: Any, model_driver
     assert (runner.graph_replays, runner.eager_steps) == (1, 2)
 
 
-def test_a_decode_step_is_one_copy_and_one_replay(tiny_models: Any, model_driver: Any) -> None:
+def test_a_decode_step_is_one_copy_and_one_replay(
+    tiny_models: Any, runner_of: Any, model_driver: Any
+) -> None:
     runner, device = runner_of(tiny_models.directory("qwen3"), graph_rows=(1, 4))
     assert device.calls.count("capture") == 2
     driver = model_driver(runner)
@@ -123,7 +84,9 @@ def test_a_decode_step_is_one_copy_and_one_replay(tiny_models: Any, model_driver
     assert len(result.token_ids) == 3
 
 
-def test_graphs_pad_without_touching_pages_or_results(tiny_models: Any, model_driver: Any) -> None:
+def test_graphs_pad_without_touching_pages_or_results(
+    tiny_models: Any, runner_of: Any, model_driver: Any
+) -> None:
     """Three rows in a graph of four, then two in one of two: as without graphs, and no page of
     another sequence changes."""
     path = tiny_models.directory("qwen3")
@@ -142,7 +105,9 @@ def test_graphs_pad_without_touching_pages_or_results(tiny_models: Any, model_dr
     assert results[0][1] == results[1][1]
 
 
-def test_bits_do_not_depend_on_batch_chunks_or_sharing(tiny_models: Any, model_driver: Any) -> None:
+def test_bits_do_not_depend_on_batch_chunks_or_sharing(
+    tiny_models: Any, runner_of: Any, model_driver: Any
+) -> None:
     path = tiny_models.directory("llama")
     runner, _ = runner_of(path, graph_rows=(4,))
     alone = model_driver(runner)
@@ -164,7 +129,9 @@ def test_graphs_reach_as_far_as_sequences_run() -> None:
     assert graph_rows_up_to(10**6)[-1] == 256
 
 
-def test_steps_that_fit_no_graph_run_without(tiny_models: Any, model_driver: Any) -> None:
+def test_steps_that_fit_no_graph_run_without(
+    tiny_models: Any, runner_of: Any, model_driver: Any
+) -> None:
     runner, _ = runner_of(tiny_models.directory("llama"), graph_rows=(1,))
     driver = model_driver(runner)
     runner.launch(driver.batch({"a": PROMPT[:3], "b": PROMPT[:3]}))
@@ -177,7 +144,7 @@ def test_steps_that_fit_no_graph_run_without(tiny_models: Any, model_driver: Any
     assert (runner.graph_replays, runner.eager_steps) == (0, 3)
 
 
-def test_sampling_is_the_hosts_rule(tiny_models: Any, model_driver: Any) -> None:
+def test_sampling_is_the_hosts_rule(tiny_models: Any, runner_of: Any, model_driver: Any) -> None:
     from palmette.kernels.sampling import RowSampling
 
     runner, _ = runner_of(tiny_models.directory("llama"))
@@ -220,7 +187,7 @@ def test_sampling_is_the_hosts_rule(tiny_models: Any, model_driver: Any) -> None
     [("token_ids", 300, "token id"), ("positions", 512, "position"), ("kv_slots", 512, "kv_slots")],
 )
 def test_a_bad_batch_raises_and_leaves_the_runner_usable(
-    field: str, value: int, message: str, tiny_models: Any, model_driver: Any
+    field: str, value: int, message: str, tiny_models: Any, runner_of: Any, model_driver: Any
 ) -> None:
     runner, _ = runner_of(tiny_models.directory("llama"), graph_rows=())
     batch = model_driver(runner).batch({"a": PROMPT[:6]})

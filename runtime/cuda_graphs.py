@@ -1,0 +1,217 @@
+"""Decode steps as CUDA graphs: one per number of rows, captured at start, replayed in one launch.
+
+A step takes the graph for the next larger number of rows; the rows it has too many write nowhere
+and attend to nothing. A step that fits no graph is launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palmette.kernels.batch import ForwardBatch, Int32Array
+from palmette.kernels.cuda.device import Device, Graph
+from palmette.kernels.cuda.feed import feed_tokens
+from palmette.kernels.cuda.flashinfer import FlashInferAttention
+from palmette.kernels.cuda.staging import Section, Staging, layout_of, num_words
+from palmette.kernels.cuda.triton_attention import AttentionPlan, Tiles, TritonAttention
+
+from .models.fused_decoder import FusedDecoder
+
+logger = logging.getLogger(__name__)
+
+GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_ITEMS_PER_ROW = 64  # of 256 keys each: what a graph holds of long contexts
+_ITEMS = (1024, 8192)  # at least and at most per graph
+_GRAPH_PAGES = 1 << 18
+_ROW_ARRAYS = {  # what rows beyond the step's hold
+    "token_ids": 0,
+    "sources": -1,
+    "positions": 0,
+    "slots": -1,
+    "decode_rows": 0,
+    "first_parts": 0,
+    "num_parts": 0,
+    "row_parts": 0,
+    "row_order": 0,
+    "row_places": 0,
+}
+_ROW_NUMBERS = {"decode_rows", "row_order", "row_places"}  # they hold themselves
+_ITEM_ARRAYS = ("item_first", "item_count", "item_pages", "item_split", "item_rows")
+
+CaptureProgress = Callable[[int, int], None]  # graphs captured, of how many
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: Graph
+    layout: Mapping[str, Section]
+    views: Mapping[str, Tensor]  # of the arrays that it reads
+    logits: Tensor  # [rows, V] float32
+
+
+class DecodeGraphs:
+    """The graphs of one model. They share their memory and one set of inputs.
+
+    rows: numbers of rows, ascending. The graphs of steps with shared pages are captured when they
+    are first needed; a graph for which there is no memory is done without.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: FusedDecoder,
+        attention: TritonAttention | FlashInferAttention,
+        *,
+        chosen: Tensor,
+        rows: Sequence[int],
+        max_positions: int,
+        progress: CaptureProgress | None = None,
+    ) -> None:
+        self._device = device
+        self._model = model
+        self._attention = attention
+        self._chosen = chosen
+        self._rows = tuple(rows)
+        self._pages_per_row = -(-max_positions // attention.pool.page_size)
+        self._graphs: dict[tuple[int, Tiles], _Captured | None] = {}
+        self._staging: Staging | None = None
+        self.num_bytes = 0  # of device memory
+        self.num_replays = 0
+        self.newest: Graph | None = None  # that was replayed
+        self.is_on = True  # off: every step is launched kernel by kernel
+        if rows:
+            self._capture_all(progress)
+
+    def __len__(self) -> int:
+        return sum(captured is not None for captured in self._graphs.values())
+
+    def close(self) -> None:
+        self._graphs.clear()
+
+    def replay(
+        self, batch: ForwardBatch, plan: AttentionPlan, sources: Int32Array
+    ) -> tuple[Tensor, Tensor] | None:
+        """Logits [T, V] and positions [T] on the device; None when no graph can run the step."""
+        rows = self._rows_for(batch, plan)
+        if rows is None:
+            return None
+        key = rows, plan.tiles
+        if key not in self._graphs:
+            self._capture(*key)
+        captured, staging = self._graphs[key], self._staging
+        if captured is None:
+            return None
+        assert staging is not None
+        given = {"token_ids": batch.token_ids, "sources": sources, **plan.arrays}
+        arrays = {name: given[name] for name in captured.layout}
+        missing = rows - batch.num_tokens
+        for name in arrays.keys() & _ROW_ARRAYS.keys():
+            arrays[name] = np.pad(arrays[name], (0, missing), constant_values=_ROW_ARRAYS[name])
+        for name in arrays.keys() & _ROW_NUMBERS:
+            arrays[name][batch.num_tokens :] = np.arange(batch.num_tokens, rows)
+        staging.upload(arrays, captured.layout)
+        self._attention.before_replay(plan, rows, captured.views)
+        captured.graph.replay()
+        self.newest = captured.graph
+        self.num_replays += 1
+        return captured.logits[: batch.num_tokens], captured.views["positions"]
+
+    def _rows_for(self, batch: ForwardBatch, plan: AttentionPlan) -> int | None:
+        num_rows = batch.num_tokens
+        if not self.is_on or plan.num_tiles or plan.num_decodes != num_rows or num_rows == 0:
+            return None
+        if not np.array_equal(batch.sample_rows, np.arange(num_rows)):
+            return None
+        rows = next((size for size in self._rows if size >= num_rows), None)
+        if rows is None or plan.num_parts > _num_items(rows):
+            return None
+        return rows if len(batch.kv_page_ids) <= self._num_pages(rows) else None
+
+    def _num_pages(self, rows: int) -> int:
+        return min(rows * self._pages_per_row, _GRAPH_PAGES)
+
+    def _empty_arrays(self, rows: int) -> dict[str, Int32Array]:
+        """A graph's arrays at their full length, in the order of its layout; nothing to do."""
+        arrays = {name: np.full(rows, fill, np.int32) for name, fill in _ROW_ARRAYS.items()}
+        arrays.update({name: np.arange(rows, dtype=np.int32) for name in sorted(_ROW_NUMBERS)})
+        arrays["num_items"] = np.zeros(1, np.int32)
+        arrays.update({name: np.zeros(_num_items(rows), np.int32) for name in _ITEM_ARRAYS})
+        arrays["page_ids"] = np.zeros(self._num_pages(rows), np.int32)
+        known = ("token_ids", "sources", *self._attention.array_names)
+        return {name: array for name, array in arrays.items() if name in known}
+
+    def _capture_all(self, progress: CaptureProgress | None) -> None:
+        started, before = time.monotonic(), self._device.memory_used()
+        largest = layout_of(self._empty_arrays(self._rows[-1]))
+        self._staging = Staging(self._device, num_words(largest))
+        for done, rows in enumerate(reversed(self._rows)):  # the others fit the largest's memory
+            if progress is not None:
+                progress(done, len(self._rows))
+            self._capture(rows, self._attention.tiles_alone)
+        if progress is not None:
+            progress(len(self._rows), len(self._rows))
+        self.num_bytes = self._device.memory_used() - before
+        logger.info(
+            "cuda graphs: %d of %d, up to %d rows, %.0f MiB, captured in %.1f s",
+            len(self),
+            len(self._rows),
+            max((rows for (rows, _), one in self._graphs.items() if one is not None), default=0),
+            self.num_bytes / 2**20,
+            time.monotonic() - started,
+        )
+
+    def _capture(self, rows: int, tiles: Tiles) -> None:
+        try:
+            self._graphs[rows, tiles] = self._captured(rows, tiles)
+        except torch.OutOfMemoryError:
+            self._graphs[rows, tiles] = None
+            logger.warning(
+                "cuda graphs: no memory for %d rows, which run without; "
+                "a smaller --memory-fraction or --max-running leaves more",
+                rows,
+            )
+
+    def _captured(self, rows: int, tiles: Tiles) -> _Captured:
+        staging = self._staging
+        assert staging is not None
+        arrays = self._empty_arrays(rows)
+        layout = layout_of(arrays)
+        staging.upload(arrays, layout)
+        views = staging.views(layout)
+        plan = self._attention.graph_plan(rows, tiles, arrays)
+        self._attention.before_replay(plan, rows, views)
+        results: list[Tensor] = []
+
+        def step() -> None:
+            self._attention.bind(plan, views)
+            token_ids = feed_tokens(views["token_ids"], views["sources"], self._chosen)
+            logits = self._model.forward(token_ids, views["positions"], None, self._attention)
+            if results:
+                results[0].copy_(logits)
+            else:
+                results.append(logits)
+
+        self._device.submit(step)  # compiles the kernels; on padding only: nothing is written
+        done = self._device.event()
+        done.record()
+        done.synchronize()
+        results[0] = torch.empty_like(results[0])
+        return _Captured(self._device.capture(step), layout, views, results[0])
+
+
+def graph_rows_up_to(max_rows: int) -> tuple[int, ...]:
+    """The sizes of `GRAPH_ROWS` that steps of up to `max_rows` decodes can use."""
+    smaller = [rows for rows in GRAPH_ROWS if rows < max_rows]
+    return (*smaller, *GRAPH_ROWS[len(smaller) : len(smaller) + 1])
+
+
+def _num_items(rows: int) -> int:
+    """How many items of attention the graph of so many rows holds."""
+    return min(max(_ITEMS[0], rows * _ITEMS_PER_ROW), _ITEMS[1])

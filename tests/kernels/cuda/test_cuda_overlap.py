@@ -1,0 +1,87 @@
+"""The engine a step ahead of the ids, on a device that computes as late as it may."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from palmette.constrained.spec import GrammarSpec
+from palmette.runtime.config import SchedulerConfig
+from palmette.runtime.fake_runner import Answer, ByteTokenizer, fake_engine, run_all
+from palmette.runtime.request import LogprobOptions, Request, SamplingParams
+
+PROMPT = (17, 250, 3, 99, 140, 6, 281)
+
+
+def in_engine(runner: Any, requests: list[Request], *, overlap: bool) -> dict[str, Answer]:
+    engine = fake_engine(
+        runner=runner,
+        tokenizer=ByteTokenizer(),
+        context_length=256,
+        scheduler=SchedulerConfig(overlap=overlap, token_budget=64),
+    )
+    answers = run_all(engine, requests)
+    assert (engine.stats().overlapped_steps > 0) == overlap
+    return answers
+
+
+def test_a_step_ahead_gives_the_answers_of_one_at_a_time(
+    tiny_models: Any, runner_of: Any, fake_devices: Any
+) -> None:
+    """The whole engine on a device that computes late: ids are fed on the device, masks come at
+    the choice, and each step waits for its ids alone."""
+    plain = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+    drawn = SamplingParams(max_new_tokens=3, seed=3, presence_penalty=0.5, ignore_eos=True)
+    requests = [
+        Request(request_id="a", prompt_ids=tuple(PROMPT[:4]), sampling=plain),
+        Request(
+            request_id="b",
+            prompt_ids=tuple(PROMPT[:3]),
+            sampling=drawn,
+            logprobs=LogprobOptions(output=True, num_top=2),
+        ),
+        Request(
+            request_id="c",
+            prompt_ids=tuple(PROMPT[2:4]),
+            sampling=SamplingParams(max_new_tokens=3, seed=1),
+            grammar=GrammarSpec.regex("[a-c]{2,9}"),
+        ),
+    ]
+    device = fake_devices.QueueDevice()
+    runner, _ = runner_of(tiny_models.directory("qwen3"), graph_rows=(4,), device=device)
+    expected = in_engine(runner, requests, overlap=False)
+    found = in_engine(runner, requests, overlap=True)
+    for name, answer in expected.items():
+        assert found[name].token_ids == answer.token_ids, name
+        assert found[name].text == answer.text
+        assert found[name].logprobs == answer.logprobs
+    assert runner.graph_replays > 4
+
+
+def test_steady_decodes_are_one_upload_one_replay_and_one_wait(
+    tiny_models: Any, runner_of: Any, fake_devices: Any
+) -> None:
+    """No step waits for anything but the ids of the one before, and uploads its arrays once."""
+    device = fake_devices.QueueDevice()
+    runner, _ = runner_of(tiny_models.directory("llama"), graph_rows=(2,), device=device)
+    requests = [
+        Request(
+            request_id=name,
+            prompt_ids=tuple(PROMPT[:3]),
+            sampling=SamplingParams(max_new_tokens=5, seed=1, ignore_eos=True),
+        )
+        for name in "ab"
+    ]
+    device.calls.clear()
+    in_engine(runner, requests, overlap=True)
+    first = ["copy", "kernels", "copy", "kernels", "copy"]  # the prompts, kernel by kernel
+    ahead = ["copy", "replay"]
+    choice = ["kernels", "copy"]  # its parameters are there; its ids go to the host
+    assert device.calls == [
+        *first,
+        *[*ahead, "wait", *choice] * 4,
+        "wait",
+    ]

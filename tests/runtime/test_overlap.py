@@ -1,0 +1,281 @@
+"""A host that is a step behind the device: the answers and the account of one that waits.
+
+The device computes as late as it may (`delayed`), so whatever is read too early or written too soon
+shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from palmette.constrained.backend import select_backend
+from palmette.constrained.compiler import GrammarCompiler
+from palmette.constrained.spec import GrammarSpec
+from palmette.kernels.batch import ForwardBatch
+from palmette.runtime.config import SchedulerConfig
+from palmette.runtime.engine import Engine
+from palmette.runtime.fake_runner import (
+    Answer,
+    ByteTokenizer,
+    FakeRunner,
+    collect,
+    fake_engine,
+    run_all,
+)
+from palmette.runtime.forecast import GrowthForecast
+from palmette.runtime.request import (
+    FinishReason,
+    LogprobOptions,
+    Request,
+    SamplingParams,
+)
+
+PAGE = 4
+GRAMMARS = (
+    GrammarSpec.regex("[a-z]{3}(ab){4}[0-9]{5,9}"),
+    GrammarSpec.regex("(yes|no), because [a-z ]{4,12}\\."),
+    GrammarSpec.json_schema(
+        {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 7}}}
+    ),
+)
+
+
+def fake(delayed: Any | None, *, num_pages: int = 400, **scheduler: Any) -> Engine:
+    runner: Any = FakeRunner(num_pages=num_pages, page_size=PAGE, vocab_size=300)
+    if delayed is not None:
+        runner = delayed(runner)
+    grammars = GrammarCompiler(ByteTokenizer().vocabulary(300), select_backend())
+    for spec in GRAMMARS:
+        grammars.get(spec)  # ready at once: which step does what is then fixed
+    return fake_engine(runner=runner, grammars=grammars, scheduler=SchedulerConfig(**scheduler))
+
+
+def random_requests(seed: int, count: int = 24) -> list[Request]:
+    """Of every kind: prefixes shared, grammars, stops, penalties, bans, logprobs, lengths."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(256) for _ in range(9)]
+    requests = []
+    for index in range(count):
+        head = shared[: rng.choice((0, 4, 8, 9))]
+        ids = (*head, *(rng.randrange(256) for _ in range(rng.randint(1, 12))))
+        wants = rng.random() < 0.3
+        prompt_start = rng.choice((None, None, 0, 2)) if wants else None
+        requests.append(
+            Request(
+                request_id=f"r{index}",
+                prompt_ids=ids,
+                sampling=SamplingParams(
+                    max_new_tokens=rng.choice((0, 1, 2, 5, 40)),
+                    temperature=rng.choice((0.0, 0.8)),
+                    seed=index,
+                    stop=("e",) if rng.random() < 0.2 else (),
+                    stop_token_ids=tuple(range(40)) if rng.random() < 0.2 else (),
+                    min_new_tokens=0,
+                    presence_penalty=rng.choice((0.0, 0.0, 1.0)),
+                    repetition_penalty=rng.choice((1.0, 1.0, 1.3)),
+                    ignore_eos=rng.random() < 0.5,
+                ),
+                grammar=rng.choice(GRAMMARS) if rng.random() < 0.4 else None,
+                logprobs=LogprobOptions(
+                    output=wants, num_top=rng.choice((0, 3)), prompt_start=prompt_start
+                ),
+            )
+        )
+    return requests
+
+
+def told(answer: Answer) -> tuple[object, ...]:
+    """All of an answer but its times, for comparison."""
+    logprobs = [(item.token_id, item.logprob, item.top) for item in answer.logprobs]
+    prompt = [(item.token_id, item.logprob) for item in answer.prompt_logprobs]
+    return answer.token_ids, answer.text, answer.finish, answer.error, logprobs, prompt
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_and_accounts_are_those_of_a_host_that_waits(seed: int, delayed: Any) -> None:
+    requests = random_requests(seed)
+    plain, ahead = fake(None), fake(delayed)
+    expected, found = run_all(plain, requests), run_all(ahead, requests)
+    for name, answer in expected.items():
+        assert told(found[name]) == told(answer), name
+        assert found[name].usage == answer.usage, name
+    stats, waited = ahead.stats(), plain.stats()
+    assert stats.overlapped_steps > 9
+    assert stats.generated_tokens == waited.generated_tokens
+    assert stats.forward_tokens - stats.dropped_rows == waited.forward_tokens
+    assert (stats.used_pages, stats.running) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4, 6])
+def test_answers_hold_where_pages_and_rows_are_short(
+    seed: int, delayed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preemption, swaps and waiting: the same texts, and every page comes back."""
+    monkeypatch.setattr(GrowthForecast, "peak_pages", lambda self, sequences: 0)
+    requests = random_requests(seed, 40)
+    expected = run_all(fake(None), requests)
+    scarce = fake(delayed, num_pages=24, max_running=7, swap_min_tokens=4)
+    found = run_all(scarce, requests)
+    for name, answer in expected.items():
+        assert told(found[name]) == told(answer), name
+    stats = scarce.stats()
+    assert stats.preemptions > 0
+    assert stats.overlapped_steps > 0
+    assert stats.used_pages == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arrivals_aborts_and_preemptions_between_steps(seed: int, delayed: Any) -> None:
+    """What is told of a request is the beginning of its answer, and nothing after its end."""
+    rng = random.Random(seed)
+    requests = random_requests(seed + 10)
+    expected = run_all(fake(None), requests)
+    engine = fake(delayed)
+    answers: dict[str, Answer] = {}
+    left, aborted = list(requests), set[str]()
+    while left or engine.has_work:
+        if left and rng.random() < 0.4:
+            engine.submit([left.pop(0)])
+        collect(answers, engine.step())
+        engine.check()
+        live = engine.live_ids()
+        if live and rng.random() < 0.1:
+            aborted.add(live[rng.randrange(len(live))])
+            engine.abort(sorted(aborted))
+            engine.check()
+        elif live and rng.random() < 0.1:
+            engine.preempt(rng.choice(live))
+    for name, answer in expected.items():
+        got = answers[name]
+        if got.finish is not None and got.finish.reason is FinishReason.ABORT:
+            assert name in aborted
+            assert got.token_ids == answer.token_ids[: len(got.token_ids)]
+            assert answer.text.startswith(got.text)
+        else:
+            assert told(got) == told(answer), name
+    assert engine.stats().used_pages == 0
+
+
+def test_an_abort_ends_the_request_when_the_step_in_flight_has_landed(delayed: Any) -> None:
+    engine = fake(delayed)
+    sampling = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    engine.submit([Request(request_id="r", prompt_ids=(1, 2, 3), sampling=sampling)])
+    for _ in range(5):
+        engine.step()
+    engine.abort(["r"])
+    assert engine.live_ids() == []
+    assert engine.has_work
+    engine.check()
+    outputs = engine.step()
+    assert [output.finish is not None for output in outputs] == [True]
+    assert not engine.has_work
+    assert engine.stats().used_pages == 0
+    assert engine.step() == []
+
+
+def test_the_next_step_is_launched_before_the_ids_of_this_one_are_waited_for(delayed: Any) -> None:
+    """One wait a step, and nothing but it between the launch of a step and the next one's."""
+    runner = delayed(FakeRunner(num_pages=64, page_size=PAGE, vocab_size=300))
+    engine = fake_engine(runner=runner)
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    run_all(engine, [Request(request_id=n, prompt_ids=(1, 2), sampling=sampling) for n in "abc"])
+    steady = ["launch ahead", "wait", "start"]
+    # The last step is known to be the last: nothing is launched ahead of it.
+    assert runner.calls == ["launch", "start", *steady * 5, "wait"]
+    assert runner.num_fed == 15
+    assert engine.stats().dropped_rows == 0
+
+
+def test_a_row_that_ends_unforeseen_is_computed_once_more_and_not_told(delayed: Any) -> None:
+    def script(ids: Sequence[int]) -> int:
+        return 256 if len(ids) == 6 else ord("x")  # the end, after four tokens
+
+    runner = delayed(FakeRunner(script, num_pages=64, page_size=PAGE, vocab_size=300))
+    engine = fake_engine(runner=runner)
+    sampling = SamplingParams(max_new_tokens=9, temperature=0.0)
+    longer = SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True)
+    answers = run_all(
+        engine,
+        [
+            Request(request_id="ends", prompt_ids=(1, 2), sampling=sampling),
+            Request(request_id="goes on", prompt_ids=(3, 2), sampling=longer),
+        ],
+    )
+    assert answers["ends"].text == "xxxx"
+    assert answers["ends"].usage.completion_tokens == 4
+    assert len(answers["goes on"].token_ids) == 9
+    assert engine.stats().dropped_rows == 1
+
+
+def test_without_overlap_steps_wait(delayed: Any) -> None:
+    runner = delayed(FakeRunner(num_pages=64, page_size=PAGE, vocab_size=300))
+    engine = fake_engine(runner=runner, scheduler=SchedulerConfig(overlap=False))
+    run_all(engine, [Request(request_id="r", prompt_ids=(1,))])
+    assert set(runner.calls) == {"launch"}
+    assert engine.stats().overlapped_steps == 0
+
+
+@pytest.mark.parametrize("when", [1, 2, 5])
+def test_a_step_that_fails_late_costs_those_who_fail_alone(when: int, delayed: Any) -> None:
+    """The step launched ahead of it was fed with nothing, and is forgotten."""
+    poison = 7
+
+    def on_launch(batch: ForwardBatch) -> None:
+        if poison in batch.token_ids and batch.positions.max() >= when:
+            raise RuntimeError("poisoned")
+
+    inner = FakeRunner(num_pages=64, page_size=PAGE, vocab_size=300, on_launch=on_launch)
+    engine = fake_engine(runner=delayed(inner))
+    sampling = SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=0.0)
+    biased = replace(sampling, logit_bias=((poison, 50.0),))
+    requests = [Request(request_id="a", prompt_ids=(1, 2, 3), sampling=sampling)]
+    expected = run_all(fake(None), requests)["a"]
+    requests.append(Request(request_id="poisoned", prompt_ids=(1, 2, 4), sampling=biased))
+    found = run_all(engine, requests)
+    assert told(found["a"]) == told(expected)
+    assert found["poisoned"].error is not None
+    assert engine.stats().used_pages == 0
+
+
+def test_a_native_runner_gives_the_same_bits_overlapped(tiny_files: Path, delayed: Any) -> None:
+    from palmette.runtime.cpu_runner import CpuRunner
+    from palmette.runtime.tokenizer import Tokenizer
+    from palmette.runtime.weights import open_checkpoint
+
+    requests = []
+    rng = np.random.default_rng(5)
+    for index in range(12):
+        ids = tuple(int(i) for i in rng.integers(3, 200, rng.integers(1, 30)))
+        sampling = SamplingParams(
+            max_new_tokens=20, temperature=0.7, seed=index, ignore_eos=index % 2 == 0
+        )
+        grammar = GrammarSpec.regex("[a-z ]{5,30}") if index % 3 == 0 else None
+        requests.append(
+            Request(
+                request_id=f"r{index}",
+                prompt_ids=ids,
+                sampling=sampling,
+                grammar=grammar,
+                logprobs=LogprobOptions(output=True),
+            )
+        )
+    results = []
+    for wrap in (lambda runner: runner, delayed):
+        runner = CpuRunner(open_checkpoint(tiny_files), num_pages=64, page_size=16, threads=1)
+        engine = fake_engine(
+            runner=wrap(runner),
+            tokenizer=Tokenizer.from_directory(tiny_files),  # type: ignore[arg-type]
+            context_length=256,
+        )
+        results.append(run_all(engine, requests))
+        assert (engine.stats().overlapped_steps > 0) == (wrap is delayed)
+        engine.close()
+    for name, answer in results[0].items():
+        assert told(results[1][name]) == told(answer), name
