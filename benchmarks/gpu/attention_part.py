@@ -4,70 +4,83 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
-from measure import Results, copy_bandwidth, decode_batch, device_ms, gemm_rate, prefill_batch
+from measure import (
+    DEVICE,
+    DRY,
+    Results,
+    copy_bandwidth,
+    decode_batch,
+    device_ms,
+    gemm_rate,
+    graphed,
+    prefill_batch,
+)
 from torch.nn import functional
 
 from palmette.kernels.cuda.triton_attention import TritonAttention
 from palmette.kernels.kv_pool import PagedKVPool
 
-HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
-MAX_TOKENS = 64 * 8192
+HEADS, KV_HEADS, DIM, PAGE = (4, 1, 16, 16) if DRY else (32, 8, 128, 16)
+MAX_TOKENS = 4096 if DRY else 64 * 8192
+DECODES = ((1, 1024), (1, 16384), (8, 4096), (64, 2048), (64, 8192), (256, 1024))
+EXTENDS = ((2048, 0), (8192, 0), (512, 8192))
+FORKS = (64, 8192, 64)  # rows, tokens that they share, tokens of their own
+if DRY:
+    DECODES, EXTENDS, FORKS = ((2, 300),), ((20, 0), (5, 300)), (3, 512, 16)
 
 
-def graphed(function: Callable[[], Any]) -> Callable[[], None]:
-    """The launches of `function` as one graph, so that the host's time does not count."""
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
+def flashinfer_attention(results: Results, pool: PagedKVPool, **options: bool) -> Any:
+    """FlashInfer behind our interface, its kernels for decodes and for chunks; None without it."""
+    from palmette.kernels.cuda import flashinfer
+
+    reason = flashinfer.why_not(DIM)
+    if reason is not None:
+        results.skip("flashinfer", reason)
+        return None
+    try:
+        return flashinfer.FlashInferAttention(pool, num_heads=HEADS, **options)
+    except Exception as error:  # optional, and builds code when it is first used
+        results.skip("flashinfer", repr(error)[:200])
+        return None
 
 
-def flashinfer_decode(pool: PagedKVPool, batch: Any, q: torch.Tensor) -> Callable[[], Any]:
-    import flashinfer
-
-    workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    indptr, indices, last = (
-        torch.from_numpy(np.ascontiguousarray(a)).cuda()
-        for a in (batch.kv_indptr, batch.kv_page_ids, batch.kv_last_page_len)
-    )
-    wrapper.plan(
-        indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE,
-        q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-    )  # fmt: skip
-    shape = (pool.num_pages, PAGE, KV_HEADS, DIM)
-    cache = (pool.keys(0).view(shape), pool.values(0).view(shape))
-    return lambda: wrapper.run(q, cache)
-
-
-def decode(results: Results, pool: PagedKVPool, bandwidth: float, rows: int, length: int) -> None:
-    batch = decode_batch([length] * rows, PAGE, num_pages=pool.num_pages)
-    q = torch.randn(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    moved = 2 * 2 * rows * length * KV_HEADS * DIM
-    contenders: dict[str, Callable[[], Any]] = {}
-    for name, deterministic in (("deterministic", True), ("free", False)):
-        attention = TritonAttention(pool, num_heads=HEADS, deterministic=deterministic)
+def flashinfer_contender(
+    results: Results, pool: PagedKVPool, batch: Any, q: torch.Tensor
+) -> dict[str, Callable[[], Any]]:
+    """Planned for `batch` and run once, so that its kernels are there."""
+    attention = flashinfer_attention(results, pool)
+    try:
+        if attention is None:
+            return {}
         attention.plan(batch)
-        contenders[name] = graphed(lambda attention=attention: attention.attend(0, q))
-    k, v = (
-        torch.randn(rows, KV_HEADS, length, DIM, device="cuda", dtype=torch.bfloat16)
-        for _ in range(2)
-    )
-    contenders["sdpa"] = lambda: functional.scaled_dot_product_attention(
-        q[:, :, None], k, v, enable_gqa=True
-    )
-    if find_spec("flashinfer") is not None:
-        try:
-            contenders["flashinfer"] = flashinfer_decode(pool, batch, q)
-        except Exception as error:  # optional, and builds code when it is first used
-            results.add(flashinfer=repr(error)[:200])
+        attention.attend(0, q)
+    except Exception as error:
+        results.skip("flashinfer", repr(error)[:200])
+        return {}
+    return {"flashinfer": lambda: attention.attend(0, q)}
+
+
+def decode(
+    results: Results, pool: PagedKVPool, bandwidth: float, shape: tuple[int, int], *, rival: bool
+) -> None:
+    rows, length = shape
+    batch = decode_batch([length] * rows, PAGE, num_pages=pool.num_pages)
+    q = torch.randn(rows, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
+    moved = 2 * 2 * rows * length * KV_HEADS * DIM
+    if rival:
+        contenders = flashinfer_contender(results, pool, batch, q)
+    else:
+        contenders = ours(pool, batch, q)
+        k, v = (
+            torch.randn(rows, KV_HEADS, length, DIM, device=DEVICE, dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+        contenders["sdpa"] = lambda: functional.scaled_dot_product_attention(
+            q[:, :, None], k, v, enable_gqa=True
+        )
     for name, function in contenders.items():
         ms = device_ms(function)
         rate = moved / ms / 1e6
@@ -77,18 +90,26 @@ def decode(results: Results, pool: PagedKVPool, bandwidth: float, rows: int, len
         )  # fmt: skip
 
 
-def extend(results: Results, pool: PagedKVPool, rate: float, new: int, cached: int) -> None:
-    batch = prefill_batch(new, cached, PAGE)
-    q = torch.randn(new, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    flops = 4 * HEADS * DIM * (new * cached + new * (new + 1) / 2)
+def ours(pool: PagedKVPool, batch: Any, q: torch.Tensor) -> dict[str, Callable[[], Any]]:
     contenders: dict[str, Callable[[], Any]] = {}
     for name, deterministic in (("deterministic", True), ("free", False)):
         attention = TritonAttention(pool, num_heads=HEADS, deterministic=deterministic)
         attention.plan(batch)
         contenders[name] = graphed(lambda attention=attention: attention.attend(0, q))
-    if cached == 0:
+    return contenders
+
+
+def extend(
+    results: Results, pool: PagedKVPool, rate: float, shape: tuple[int, int], *, rival: bool
+) -> None:
+    new, cached = shape
+    batch = prefill_batch(new, cached, PAGE)
+    q = torch.randn(new, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
+    flops = 4 * HEADS * DIM * (new * cached + new * (new + 1) / 2)
+    contenders = flashinfer_contender(results, pool, batch, q) if rival else ours(pool, batch, q)
+    if cached == 0 and not rival:
         heads = q.movedim(0, 1)[None]
-        k = torch.randn(1, KV_HEADS, new, DIM, device="cuda", dtype=torch.bfloat16)
+        k = torch.randn(1, KV_HEADS, new, DIM, device=DEVICE, dtype=torch.bfloat16)
         contenders["sdpa"] = lambda: functional.scaled_dot_product_attention(
             heads, k, k, is_causal=True, enable_gqa=True
         )
@@ -107,28 +128,37 @@ def main() -> int:
     results.add(copy_GBps=bandwidth / 1e9, gemm_TFLOPs=rate / 1e12)
     pool = PagedKVPool(
         num_layers=1, num_pages=MAX_TOKENS // PAGE, page_size=PAGE, num_kv_heads=KV_HEADS,
-        head_dim=DIM, dtype=torch.bfloat16, device="cuda",
+        head_dim=DIM, dtype=torch.bfloat16, device=DEVICE,
     )  # fmt: skip
     with torch.inference_mode():
-        for rows, length in ((1, 1024), (1, 16384), (8, 4096), (64, 2048), (64, 8192), (256, 1024)):
-            decode(results, pool, bandwidth, rows, length)
-        for new, cached in ((2048, 0), (8192, 0), (512, 8192)):
-            extend(results, pool, rate, new, cached)
-        prefix(results, pool)
+        for rival in (False, True):  # flashinfer last: it may have to compile its kernels
+            if rival and flashinfer_attention(results, pool) is None:
+                break
+            for shape in DECODES:
+                decode(results, pool, bandwidth, shape, rival=rival)
+            for shape in EXTENDS:
+                extend(results, pool, rate, shape, rival=rival)
+            prefix(results, pool, rival=rival)
     return results.finish()
 
 
-def prefix(results: Results, pool: PagedKVPool) -> None:
-    """64 forks over a prefix of 8192 tokens, each 64 tokens on."""
-    batch = decode_batch([8256] * 64, PAGE, shared=8192, num_pages=pool.num_pages)
-    q = torch.randn(64, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    times = {}
+def prefix(results: Results, pool: PagedKVPool, *, rival: bool) -> None:
+    """Forks over one prefix, their shared pages read once and once per fork."""
+    rows, shared, own = FORKS
+    batch = decode_batch([shared + own] * rows, PAGE, shared=shared, num_pages=pool.num_pages)
+    q = torch.randn(rows, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
+    times: dict[bool, float] = {}
     for share in (False, True):
-        attention = TritonAttention(pool, num_heads=HEADS, share=share)
+        if not rival:
+            attention: Any = TritonAttention(pool, num_heads=HEADS, share=share)
+        else:
+            attention = flashinfer_attention(results, pool, share=share)
         attention.plan(batch)
-        times[share] = device_ms(graphed(lambda attention=attention: attention.attend(0, q)))
+        run = graphed if not rival else (lambda function: function)
+        times[share] = device_ms(run(lambda a=attention: a.attend(0, q)))
     results.add(
-        forks=64, prefix=8192, us_apart=times[False] * 1000, us_shared=times[True] * 1000,
+        forks=rows, prefix=shared, of="flashinfer" if rival else "triton",
+        us_apart=times[False] * 1000, us_shared=times[True] * 1000,
         speedup=times[False] / times[True],
     )  # fmt: skip
 

@@ -1,4 +1,8 @@
-"""Timing on the device, random models of real shapes, and results as JSON and a table."""
+"""Timing on the device, random models of real shapes, and results as JSON and a table.
+
+With --dry everything is tiny and runs on the CPU, kernels under Triton's interpreter: it proves
+that a part runs to its end, and its times mean nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +23,23 @@ import torch
 import triton
 
 from palmette.kernels.batch import ForwardBatch
+from palmette.kernels.cuda.device import CudaDevice, Graph, HostDevice
 from palmette.runtime.models.config import ModelConfig
 from palmette.runtime.models.layout import decoder_layout
 
 L2_BYTES = 64 << 20
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--out", type=Path, help="the JSON file that is written")
+    parser.add_argument("--dry", action="store_true")
+    return parser.parse_known_args()[0]
+
+
+OPTIONS = _options()
+DRY: bool = OPTIONS.dry
+DEVICE = "cpu" if DRY else "cuda"
 
 
 def model(name: str, **values: Any) -> ModelConfig:
@@ -45,6 +63,14 @@ MODELS = {
 }  # fmt: skip
 
 
+if DRY:
+    _TINY = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 64, "num_layers": 1}
+    MODELS = {
+        name: replace(config, **_TINY, num_heads=2, num_kv_heads=1, head_dim=16)
+        for name, config in MODELS.items()
+    }
+
+
 def weight_bytes(config: ModelConfig) -> int:
     """bf16 bytes that a step reads: all matrices, the embedding only where it is the head."""
     layout = decoder_layout(config)
@@ -62,13 +88,13 @@ def random_loader(
     config: ModelConfig, dtype: torch.dtype = torch.bfloat16
 ) -> Callable[[str], torch.Tensor]:
     layout = decoder_layout(config)
-    generator = torch.Generator("cuda")
+    generator = torch.Generator(DEVICE)
 
     def load(name: str) -> torch.Tensor:
         """The same numbers for a name in whatever order and dtype a model asks."""
         shape = layout[name]
         generator.manual_seed(zlib.crc32(name.encode()))
-        noise = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        noise = torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
         scale = 1.0 / np.sqrt(shape[-1]) if len(shape) == 2 else 0.1
         noise = noise * scale
         return (noise + 1 if "norm" in name else noise).to(dtype)
@@ -124,8 +150,15 @@ def prefill_batch(new: int, cached: int, page_size: int) -> ForwardBatch:
     )
 
 
+def synchronize() -> None:
+    if not DRY:
+        torch.cuda.synchronize()
+
+
 def device_ms(function: Callable[[], Any], *, repeat: int = 20, cold: bool = True) -> float:
     """Median milliseconds on the device; cold: the L2 cache is overwritten before each."""
+    if DRY:
+        return wall_ms(function)
     for _ in range(3):
         function()
     filler = torch.empty(4 * L2_BYTES, dtype=torch.int8, device="cuda") if cold else None
@@ -144,47 +177,107 @@ def device_ms(function: Callable[[], Any], *, repeat: int = 20, cold: bool = Tru
 
 def wall_ms(function: Callable[[], Any], *, repeat: int = 30) -> float:
     """Mean milliseconds of `repeat` calls in a row, the device included."""
-    for _ in range(3):
-        function()
-    torch.cuda.synchronize()
+    if DRY:
+        repeat = 1
+    else:
+        for _ in range(3):
+            function()
+    synchronize()
     start = time.perf_counter()
     for _ in range(repeat):
         function()
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - start) / repeat * 1000
+
+
+def host_ms(function: Callable[[], Any], *, repeat: int = 10) -> float:
+    """Mean milliseconds until `function` returns; the device may still be at work."""
+    function()
+    synchronize()
+    repeat = 1 if DRY else repeat
+    start = time.perf_counter()
+    for _ in range(repeat):
+        function()
+    took = time.perf_counter() - start
+    synchronize()
+    return took / repeat * 1000
+
+
+def graphed(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The launches of `function` as one graph, so that the host's time does not count."""
+    if DRY:
+        return function
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
 
 
 def copy_bandwidth() -> float:
     """Bytes per second, read and written, of a large copy."""
-    source = torch.empty(2 << 30, dtype=torch.int8, device="cuda")
+    source = torch.empty(1 << 12 if DRY else 2 << 30, dtype=torch.int8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * source.numel() / (device_ms(lambda: target.copy_(source), repeat=5) / 1000)
 
 
 def gemm_rate() -> float:
     """FLOP per second of the library's large bf16 product on random data."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / (device_ms(lambda: a @ b, repeat=5) / 1000)
+    size = 64 if DRY else 8192
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / (device_ms(lambda: a @ b, repeat=5) / 1000)
 
 
-def graph_ms(runner: Any, batch: ForwardBatch) -> float:
+class _Noted:
+    def __init__(self, graph: Graph, device: Any) -> None:
+        self._graph, self._device = graph, device
+
+    def replay(self) -> None:
+        self._device.last = self._graph
+        self._graph.replay()
+
+
+class MeasuredDevice(HostDevice if DRY else CudaDevice):  # type: ignore[misc]
+    """A runner's device that remembers the graph it replayed last."""
+
+    last: Graph | None = None
+
+    def capture(self, function: Callable[[], None]) -> Graph:
+        return _Noted(super().capture(function), self)
+
+
+def graph_ms(runner: Any, device: MeasuredDevice, batch: ForwardBatch) -> float:
     """Median milliseconds of the graph alone that serves this decode step."""
+    device.last = None
     runner.launch(batch)  # uploads the arrays, and captures the graph if it must
-    return device_ms(runner.graphs.newest.replay, repeat=8, cold=False)
+    if device.last is None:
+        raise RuntimeError(f"a step of {batch.num_tokens} rows ran without a graph")
+    with torch.inference_mode():
+        return device_ms(device.last.replay, repeat=8, cold=False)
+
+
+def free_memory() -> None:
+    if not DRY:
+        torch.cuda.empty_cache()
+
+
+def memory_gib() -> float:
+    return 0.0 if DRY else torch.cuda.memory_reserved() / 2**30
 
 
 class Results:
     """Rows of one part: printed as they come, written as JSON at the end."""
 
     def __init__(self, part: str) -> None:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--out", type=Path, required=True)
-        self._out: Path = parser.parse_args().out
+        if OPTIONS.out is None:
+            raise SystemExit(f"{part}: say where to write with --out FILE.json")
+        self._out: Path = OPTIONS.out
         self._rows: list[dict[str, Any]] = []
         self._started = time.monotonic()
         self._head = {
             "part": part,
-            "device": torch.cuda.get_device_name(),
+            "device": "cpu, a dry run" if DRY else torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "triton": triton.__version__,
             "python": platform.python_version(),
@@ -204,6 +297,9 @@ class Results:
     def check(self, name: str, passed: bool, **row: Any) -> None:
         self.failed |= not passed
         self.add(check=name, ok=passed, **row)
+
+    def skip(self, what: str, why: str) -> None:
+        self.add(skipped=what, why=why)
 
     def _write(self) -> None:
         seconds = round(time.monotonic() - self._started, 1)

@@ -6,19 +6,23 @@ import sys
 import time
 
 import numpy as np
-import torch
 from measure import (
+    DRY,
     MODELS,
+    MeasuredDevice,
     Results,
     checkpoint_of,
     copy_bandwidth,
     decode_batch,
     device_ms,
+    free_memory,
     gemm_rate,
     graph_ms,
     kv_bytes,
+    memory_gib,
     prefill_batch,
     random_loader,
+    synchronize,
     wall_ms,
     weight_bytes,
 )
@@ -33,6 +37,10 @@ PLANS = (  # model, context per row, deterministic or not
     ("qwen3-0.6b", 1024, (True, False)),
     ("smollm2-135m", 1024, (False,)),
 )
+PREFILLS = ((2048, 0), (128, 8192))
+TOKENS = 288 * 1024
+if DRY:
+    ROWS, PLANS, PREFILLS, TOKENS = (1, 2), (("llama-3.1-8b", 40, (True,)),), ((40, 0),), 1024
 
 
 def sampling(rows: int, *, temperature: float) -> SampleBatch:
@@ -63,40 +71,30 @@ def measure_model(
 ) -> None:
     config = MODELS[name]
     started = time.monotonic()
-    tokens = 288 * 1024
+    device = MeasuredDevice()
     runner = CudaRunner(
-        checkpoint_of(config), num_pages=tokens // PAGE, page_size=PAGE, graph_rows=ROWS,
-        deterministic=deterministic, load=random_loader(config),
+        checkpoint_of(config), num_pages=TOKENS // PAGE, page_size=PAGE, graph_rows=ROWS,
+        deterministic=deterministic, load=random_loader(config), device=device,
     )  # fmt: skip
-    torch.cuda.synchronize()
+    synchronize()
     results.add(
         model=name, deterministic=deterministic, start_s=time.monotonic() - started,
-        memory_GiB=torch.cuda.memory_reserved() / 2**30,
+        memory_GiB=memory_gib(),
     )  # fmt: skip
     for rows in ROWS:
-        length = min(context, tokens // rows // PAGE * PAGE - PAGE)
+        length = min(context, TOKENS // rows // PAGE * PAGE - PAGE)
         batch = decode_batch([length] * rows, PAGE, num_pages=runner.pool.num_pages)
         floor = (weight_bytes(config) + rows * length * kv_bytes(config)) / bandwidth * 1000
-        graph = graph_ms(runner, batch)
+        graph = graph_ms(runner, device, batch)
         plain, drawn = sampling(rows, temperature=0.0), sampling(rows, temperature=0.8)
         step = wall_ms(lambda b=batch, p=plain: runner.launch(b).sample(p))
         draw = wall_ms(lambda b=batch, p=drawn: runner.launch(b).sample(p), repeat=10)
-        start = time.perf_counter()
-        for _ in range(10):
-            runner.launch(batch)
-        host = (time.perf_counter() - start) * 100
-        torch.cuda.synchronize()
         results.add(
             model=name, deterministic=deterministic, rows=rows, context=length, ms_floor=floor,
             ms_graph=graph, of_floor=floor / graph, ms_step=step, ms_step_drawn=draw,
-            ms_host_launch=host, tokens_per_s=rows / step * 1000,
+            tokens_per_s=rows / step * 1000,
         )  # fmt: skip
-    batch = decode_batch([context] * 8, PAGE, num_pages=runner.pool.num_pages)
-    runner.graphs.is_on = False
-    eager = wall_ms(lambda: runner.launch(batch), repeat=5)
-    runner.graphs.is_on = True
-    results.add(model=name, deterministic=deterministic, rows=8, ms_without_graph=eager)
-    for new, cached in ((2048, 0), (128, 8192)):
+    for new, cached in PREFILLS:
         batch = prefill_batch(new, cached, PAGE)
         ms = device_ms(lambda b=batch: runner.launch(b), repeat=4, cold=False)
         head = config.vocab_size * config.hidden_size  # reads weights, computes one row
@@ -117,7 +115,7 @@ def main() -> int:
             measure_model(
                 results, name, context, deterministic=deterministic, bandwidth=bandwidth, rate=rate
             )
-            torch.cuda.empty_cache()
+            free_memory()
     return results.finish()
 
 

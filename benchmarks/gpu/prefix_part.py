@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import sys
 
-import torch
-from measure import MODELS, Results, checkpoint_of, decode_batch, graph_ms, random_loader, wall_ms
+from measure import (
+    DRY,
+    MODELS,
+    MeasuredDevice,
+    Results,
+    checkpoint_of,
+    decode_batch,
+    free_memory,
+    graph_ms,
+    random_loader,
+)
 
 from palmette.runtime.cuda_runner import CudaRunner
 
@@ -15,30 +24,33 @@ WORKLOADS = {  # rows, shared tokens, own tokens
     "W5 fork in 16": (16, 2048, 64),
     "256 requests, one system prompt": (256, 1024, 128),
 }
+TOKENS = 60 * 1024
+if DRY:
+    WORKLOADS, TOKENS = {"W3 dry": (3, 512, 16)}, 1024
 
 
 def main() -> int:
     results = Results("prefix")
-    for name in ("llama-3.1-8b", "qwen3-0.6b"):
+    for name in ("qwen3-0.6b",) if DRY else ("llama-3.1-8b", "qwen3-0.6b"):
         config = MODELS[name]
         times: dict[tuple[str, bool], float] = {}
         for share in (False, True):
+            device = MeasuredDevice()
             runner = CudaRunner(
-                checkpoint_of(config), num_pages=60 * 1024 // PAGE, page_size=PAGE,
-                graph_rows=(16, 64, 256), share_pages=share, load=random_loader(config),
+                checkpoint_of(config), num_pages=TOKENS // PAGE, page_size=PAGE, device=device,
+                graph_rows=(4,) if DRY else (16, 64, 256), share_pages=share,
+                load=random_loader(config),
             )  # fmt: skip
             for workload, (rows, shared, own) in WORKLOADS.items():
                 batch = decode_batch(
                     [shared + own] * rows, PAGE, shared=shared, num_pages=runner.pool.num_pages
                 )
-                times[workload, share] = graph_ms(runner, batch)
-                host = wall_ms(lambda b=batch, r=runner: r._attention.prepare(b), repeat=10)
+                times[workload, share] = graph_ms(runner, device, batch)
                 results.add(
-                    model=name, workload=workload, share=share, ms=times[workload, share],
-                    ms_host_plan=host,
+                    model=name, workload=workload, share=share, ms=times[workload, share]
                 )  # fmt: skip
             del runner
-            torch.cuda.empty_cache()
+            free_memory()
         for workload in WORKLOADS:
             results.add(
                 model=name, workload=workload,

@@ -1,30 +1,58 @@
 #!/bin/sh
 # Checks and measures the CUDA path on one GPU, without a network, in at most 8 minutes.
 #
-#   benchmarks/gpu/run.sh [PART...]      parts: check attention gemm model prefix identity
+#   benchmarks/gpu/run.sh [--dry] [PART...]
+#
+#   check         every kernel and a small model against the reference
+#   identity      the same bits alone, batched, chunked, forked, in graphs
+#   attention     decode and extend beside a copy, a GEMM, SDPA and FlashInfer; forks
+#   model         tokens/s of real shapes with random weights, as ratios to the floor
+#   prefix        whole steps over shared prefixes, shared pages read once and not
+#   host          the host's time per step, with graphs and without
+#   price         what the deterministic mode costs
+#   transformers  the same shapes there: static cache, compiled
 #
 # Each part is a process of its own with a limit, so that one fault does not take the others.
-# Writes bench-results/gpu/PART.json (or to $OUT) and prints a table. PYTHON chooses the python.
+# Writes bench-results/gpu/PART.json (or to $OUT), then a short table. PYTHON chooses the python.
+# --dry: tiny sizes on the CPU, to see that every part runs to its end.
 set -u
 cd "$(dirname "$0")/../.."
 mkdir -p .link && ln -sfn .. .link/palmette
-out=${OUT:-bench-results/gpu}
-mkdir -p "$out"
 export PYTHONPATH="$PWD/.link:$PWD/benchmarks/gpu:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1
-unset TRITON_INTERPRET
+python=${PYTHON:-python3}
+dry=
+if [ "${1:-}" = --dry ]; then
+    shift
+    dry=--dry
+    export TRITON_INTERPRET=1
+else
+    unset TRITON_INTERPRET
+fi
+out=${OUT:-bench-results/gpu}
+mkdir -p "$out"
 limit() {
-    case $1 in check) echo 120 ;; model) echo 160 ;; *) echo 50 ;; esac
+    case $1 in check) echo 90 ;; model) echo 110 ;; transformers) echo 90 ;; *) echo 50 ;; esac
 }
+begin=$(date +%s)
 failed=0
-for part in ${*:-check identity attention gemm model prefix}; do
+for part in ${*:-check identity attention model prefix host price transformers}; do
+    left=$((begin + 475 - $(date +%s)))
+    most=$(limit "$part")
+    [ "$most" -le "$left" ] || most=$left
+    if [ "$most" -lt 5 ]; then
+        echo "== $part: no time left"
+        failed=1
+        continue
+    fi
     echo "== $part"
-    timeout "$(limit "$part")" "${PYTHON:-python3}" "benchmarks/gpu/${part}_part.py" \
-        --out "$out/$part.json"
+    rm -f "$out/$part.json"
+    timeout "$most" "$python" "benchmarks/gpu/${part}_part.py" --out "$out/$part.json" $dry
     code=$?
     if [ $code -ne 0 ]; then
         echo "== $part: exit $code"
         failed=1
     fi
 done
+"$python" benchmarks/gpu/table.py "$out" || failed=1
 exit $failed

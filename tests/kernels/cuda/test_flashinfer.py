@@ -119,9 +119,10 @@ def parameters(path: Path, class_name: str | None, name: str) -> list[str]:
     body: Any = ast.parse(path.read_text(encoding="utf-8")).body
     if class_name is not None:
         body = next(n for n in body if isinstance(n, ast.ClassDef) and n.name == class_name).body
-    functions = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == name]
-    arguments = functions[-1].args  # the last one is the body of overloads
-    return [a.arg for a in (*arguments.args, *arguments.kwonlyargs)]
+    functions = [n for n in body if isinstance(n, ast.FunctionDef)]
+    arguments = [n.args for n in functions if n.name == name][-1:]  # the body of overloads
+    arguments += [n.args for n in functions if n.name == f"_{name}_impl"]  # 0.7's keywords
+    return [a.arg for one in arguments for a in (*one.args, *one.kwonlyargs)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""A short table of what the parts wrote: `python benchmarks/gpu/table.py FOLDER`.
+
+Each line names what was measured, the figure and, where there is one, what it is measured against.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("*.json"))
+    }
+
+
+def checks(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for name, part in parts.items():
+        made = [row for row in part["rows"] if "check" in row]
+        bad = [row["check"] for row in made if not row["ok"]]
+        if made:
+            yield f"{name}: {len(made) - len(bad)} of {len(made)} checks passed"
+        yield from (f"{name}: FAILED {what}" for what in bad)
+        for row in part["rows"]:
+            if "skipped" in row:
+                yield f"{name}: no {row['skipped']}: {row['why']}"
+
+
+def figures(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
+    def rows(part: str, *keys: str) -> Iterator[Row]:
+        for row in parts.get(part, {"rows": []})["rows"]:
+            if all(key in row for key in keys):
+                yield row
+
+    for row in rows("attention", "copy_GBps"):
+        yield f"ceilings: copy {row['copy_GBps']:.0f} GB/s, GEMM {row['gemm_TFLOPs']:.0f} TFLOP/s"
+    for row in rows("attention", "decode"):
+        what = f"{row['rows']} x {row['context']} {row['decode']}"
+        yield f"decode attention {what}: {row['GBps']:.0f} GB/s, {row['of_copy']:.0%} of copy"
+    for row in rows("attention", "extend"):
+        what = f"{row['new']} after {row['cached']} {row['extend']}"
+        yield f"extend attention {what}: {row['TFLOPs']:.0f} TFLOP/s, {row['of_gemm']:.0%} of GEMM"
+    for row in rows("attention", "forks"):
+        yield f"{row['forks']} forks of {row['prefix']}, {row['of']}: {row['speedup']:.1f}x shared"
+    for row in rows("model", "of_floor"):
+        mode = "deterministic" if row["deterministic"] else "free"
+        what = f"{row['model']} {mode}, {row['rows']} rows of {row['context']}"
+        yield f"{what}: {row['tokens_per_s']:.0f} tokens/s, {row['of_floor']:.0%} of the floor"
+    for row in rows("model", "prefill"):
+        mode = "deterministic" if row["deterministic"] else "free"
+        what = f"{row['model']} {mode}, prefill {row['prefill']} after {row['cached']}"
+        yield f"{what}: {row['tokens_per_s']:.0f} tokens/s, {row['of_gemm']:.0%} of GEMM"
+    for row in rows("transformers", "tokens_per_s"):
+        what = f"prefill {row['prefill']}" if "prefill" in row else f"{row['rows']} rows"
+        yield f"transformers {row['model']}, {what}: {row['tokens_per_s']:.0f} tokens/s"
+    for row in rows("prefix", "speedup"):
+        yield f"{row['model']}, {row['workload']}: {row['speedup']:.2f}x with shared pages"
+    for row in rows("host", "us_host_launch"):
+        how = "graph" if row["graphs"] else "no graph"
+        times = f"launch {row['us_host_launch']:.0f} us, beyond the device {row['us_gap']:.0f} us"
+        yield f"host, {row['rows']} rows, {how}: {times}"
+    for row in rows("price", "step"):
+        yield f"deterministic {row['model']}, {row['step']}: {row['price']:.2f}x the time"
+
+
+def main() -> int:
+    parts = read(Path(sys.argv[1]))
+    for part in parts.values():
+        print(f"== {part['part']} on {part['device']}, {part['seconds']} s")
+    for text in (*figures(parts), *checks(parts)):
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

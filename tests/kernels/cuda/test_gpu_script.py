@@ -1,0 +1,70 @@
+"""benchmarks/gpu/run.sh as far as it goes without a GPU: every part, tiny, to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+ROOT = Path(__file__).parents[3]
+Parts = dict[str, list[dict[str, Any]]]
+
+
+def dry_run(out: Path, *parts: str) -> tuple[Parts, str]:
+    """(rows of each part, what was printed)."""
+    done = subprocess.run(
+        ["sh", str(ROOT / "benchmarks" / "gpu" / "run.sh"), "--dry", *parts],
+        env={**os.environ, "PYTHON": sys.executable, "OUT": str(out), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    written = {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
+    return {name: part["rows"] for name, part in written.items()}, done.stdout
+
+
+def test_parts_are_chosen_and_tabulated(tmp_path: Path) -> None:
+    (tmp_path / "host.json").write_text("of an earlier run")
+    parts, printed = dry_run(tmp_path, "prefix", "host")
+    assert parts.keys() == {"prefix", "host"}
+    assert {row["share"] for row in parts["prefix"] if "share" in row} == {True, False}
+    assert [row["graphs"] for row in parts["host"]] == [True, False]
+    assert "with shared pages" in printed and "host, 2 rows, graph: launch" in printed
+
+
+def test_an_unknown_part_fails_and_the_others_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["sh", str(ROOT / "benchmarks" / "gpu" / "run.sh"), "--dry", "nothing"],
+        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "== nothing: exit" in done.stdout
+
+
+@pytest.mark.slow
+def test_every_part_runs_to_its_end(tmp_path: Path) -> None:
+    parts, printed = dry_run(tmp_path)
+    assert parts.keys() == {
+        *("check", "identity", "attention", "model", "prefix", "host", "price", "transformers"),
+    }
+    assert "FAILED" not in printed
+    assert {row["decode"] for row in parts["attention"] if "decode" in row} >= {
+        *("deterministic", "free", "sdpa"),
+    }
+    assert {row["extend"] for row in parts["attention"] if "extend" in row} >= {"free", "sdpa"}
+    assert any("of_floor" in row for row in parts["model"])
+    assert any("prefill" in row for row in parts["model"])
+    assert {row["step"] for row in parts["price"] if "step" in row} == {
+        *("decode 2 rows", "prefill 40"),
+    }
+    assert sum(row.get("check", "").startswith("qwen3") for row in parts["identity"]) == 5
