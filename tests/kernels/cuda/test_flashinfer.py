@@ -102,7 +102,7 @@ def test_a_replay_reads_the_buffers_of_its_graph(
         logits = runner.launch(found.batch(parts)).logits.numpy()
         np.testing.assert_allclose(logits, want, rtol=0, atol=1e-4)
     assert runner.graph_replays == 4
-    kinds = {tiles.block_m for _, tiles in runner._graphs}
+    kinds = {tiles.block_m for _, tiles in runner.graphs._graphs}
     assert kinds == ({1, 2} if share else {1})
 
 
