@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from palmette.constrained.spec import GrammarError
+    from palmette.constrained.spec import GrammarError, GrammarSpec
     from palmette.lang import testing
     from palmette.lang.anthropic_api import Anthropic
     from palmette.lang.api import Function, function
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         token_length_normalized,
         unconditional_likelihood_normalized,
     )
-    from palmette.lang.errors import ConcretizationError, ProgramError
+    from palmette.lang.errors import BackendError, ConcretizationError, ProgramError
     from palmette.lang.explain import explain, format_tree
     from palmette.lang.generation import gen, gen_int, gen_string, select, separate_reasoning
     from palmette.lang.openai_api import OpenAI
@@ -66,12 +66,14 @@ _PUBLIC = {
     "Anthropic": "palmette.lang.anthropic_api",
     "AsyncFunction": "palmette.lang.async_programs",
     "AsyncState": "palmette.lang.async_state",
+    "BackendError": "palmette.lang.errors",
     "Beam": "palmette.lang.beam",
     "ConcretizationError": "palmette.lang.errors",
     "Engine": "palmette.runtime.engine",
     "EngineConfig": "palmette.runtime.config",
     "Function": "palmette.lang.api",
     "GrammarError": "palmette.constrained.spec",
+    "GrammarSpec": "palmette.constrained.spec",
     "HttpClient": "palmette.lang.remote",
     "LogprobOptions": "palmette.runtime.request",
     "OpenAI": "palmette.lang.openai_api",
@@ -122,12 +124,14 @@ __all__ = [
     "Anthropic",
     "AsyncFunction",
     "AsyncState",
+    "BackendError",
     "Beam",
     "ConcretizationError",
     "Engine",
     "EngineConfig",
     "Function",
     "GrammarError",
+    "GrammarSpec",
     "HttpClient",
     "LogprobOptions",
     "OpenAI",

@@ -40,10 +40,24 @@ class Pending(Generic[T]):
     def _refuse(self, *_: object) -> NoReturn:
         raise TypeError(f"s[{self._name!r}] is not read yet; {self!r}")
 
-    __str__ = __format__ = __bool__ = __len__ = __iter__ = __contains__ = _refuse
+    if not TYPE_CHECKING:  # a type checker says it itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):  # somebody asks what it can do
+                raise AttributeError(name)
+            raise TypeError(
+                f"s[{self._name!r}] is not read yet; write `(await s[{self._name!r}]).{name}`"
+            )
+
+    __str__ = __format__ = __bool__ = __len__ = __iter__ = __contains__ = __reversed__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __int__ = __float__ = __add__ = __radd__ = __getitem__ = __call__ = _refuse
-    __hash__ = None  # type: ignore[assignment]  # an awaitable is read once
+    __int__ = __float__ = __index__ = __complex__ = __bytes__ = __round__ = __abs__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __sub__ = __rsub__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __neg__ = __pos__ = _refuse
+    __pow__ = __rpow__ = __or__ = __ror__ = __and__ = __rand__ = __divmod__ = _refuse
+    __getitem__ = __setitem__ = __delitem__ = __call__ = __enter__ = __exit__ = _refuse
+    __aiter__ = __next__ = _refuse
+    __hash__ = object.__hash__  # asyncio.gather keeps what it waits for in a dict
 
 
 class AsyncState(StateReader):

@@ -16,7 +16,7 @@ from palmette.runtime.text import well_formed
 
 from .arguments import ids_of, stop_of, texts_of
 from .chat import ChatFormat
-from .errors import located
+from .errors import brief, located
 from .expressions import GenArguments, PlannedOptions, RunDefaults, resolve
 from .host import Gathered
 from .ir import (
@@ -34,7 +34,7 @@ from .ir import (
     Text,
 )
 from .placeholders import fill
-from .program import Given, Program
+from .program import Given, Plain, Program
 
 
 class Arguments:
@@ -71,12 +71,14 @@ class Arguments:
         if slot.form is not None:
             try:
                 return self._counted(well_formed(format(value, slot.form)))
+            except RecursionError:
+                raise ValueError(f"the argument {slot.argument!r} is nested too deeply") from None
             except OverflowError as error:  # {:c} of a number that is no character
                 raise ValueError(f"the argument {slot.argument!r}: {error}") from None
         if not isinstance(value, str):
             raise TypeError(
                 f"{self._program}(): the argument {slot.argument!r} is appended to a state, which "
-                f"takes text, not {type(value).__name__} ({value!r:.60}); use str() or an f-string"
+                f"takes text, not {type(value).__name__} ({brief(value)}); use str() or an f-string"
             )
         return self._counted(value)
 
@@ -185,6 +187,8 @@ def _judged(name: str, value: object) -> object:
         return GenArguments._field_defaults[name]
     try:
         return msgspec.convert(value, _kinds()[name])
+    except RecursionError:
+        raise ValueError(f"{name}: is nested too deeply") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"{name}: {str(error)[0].lower()}{str(error)[1:]}") from None
 
@@ -209,7 +213,7 @@ def bound_value(value: object, arguments: Arguments) -> object:
     """What a variable or a result is bound to, with the arguments in their places."""
     match value:
         case Given():
-            return arguments.value(value.argument)
+            return Plain(arguments.value(value.argument))
         case Template():
             parts = [
                 arguments.text(part) if isinstance(part, Slot) else part for part in value.parts

@@ -10,6 +10,7 @@ from .arguments import SAMPLING_NAMES, split_defaults, unknown_argument
 from .backends import session_of
 from .binding import Arguments, bind, bound_value, text_of_piece
 from .content import ManyTexts, extend, prompt_ids
+from .errors import brief
 from .expressions import RunDefaults
 from .host import Host
 from .interpreter import Interpreter
@@ -133,7 +134,7 @@ def _entry(
 ) -> Mapping[str, object]:
     if not isinstance(entry, Mapping):
         if isinstance(entry, str) or len(entry) > len(program.parameters):
-            raise TypeError(f"{program.name}() takes {program.arg_names}, not {entry!r:.60}")
+            raise TypeError(f"{program.name}() takes {program.arg_names}, not {brief(entry)}")
         return dict(zip(program.arg_names, entry, strict=False))
     for name in entry:
         if name not in program.arg_names:

@@ -43,7 +43,7 @@ from .ir import (
 )
 from .meta import Meta
 from .placeholders import Arg, Holes, Placeholder, Ref, refs_of
-from .program import Given, Item, Parameter, Program
+from .program import Given, Item, Parameter, Program, check_depth
 from .session import Sink
 from .state import ProgramState
 from .trace import NodeMaker
@@ -154,12 +154,14 @@ class Tracing(NodeMaker):
         state.returned = call.func(state, *call.args, **call.kwargs)
         return state
 
-    def frozen(self, value: object) -> object:
+    def frozen(self, value: object, place: str, depth: int = 0) -> object:
         """What a variable or a result is bound to, without placeholders.
 
         Raises:
             ConcretizationError: a text with an argument in it was changed.
+            ValueError: it has no end, or lies too deep.
         """
+        check_depth(depth, place)
         match value:
             case Arg():
                 return Given(value.name)
@@ -173,11 +175,11 @@ class Tracing(NodeMaker):
             case str():
                 return self.holes.template(value)
             case list():
-                return Gathered(map(self.frozen, value))
+                return Gathered(self.frozen(item, place, depth + 1) for item in value)
             case tuple():
-                return tuple(map(self.frozen, value))
+                return tuple(self.frozen(item, place, depth + 1) for item in value)
             case dict():
-                return {key: self.frozen(item) for key, item in value.items()}
+                return {key: self.frozen(item, place, depth + 1) for key, item in value.items()}
             case _:
                 return value
 
@@ -329,8 +331,11 @@ def compile_function(
         nodes=tuple(tracing.nodes),
         tip=state._state,
         turns=tuple(state._turns),
-        variables={name: tracing.frozen(value) for name, value in state._variables.items()},
-        result=tracing.frozen(returned),
+        variables={
+            name: tracing.frozen(value, f"variable {name!r}")
+            for name, value in state._variables.items()
+        },
+        result=tracing.frozen(returned, "the result"),
         branches=tracing.branches,
     )
 

@@ -10,6 +10,14 @@ from palmette.constrained.spec import ConstraintIssue
 from .ir import Line
 
 
+def brief(value: object) -> str:
+    """`value` as it stands in a message, whatever it is."""
+    try:
+        return f"{value!r:.60}"
+    except RecursionError:
+        return "nested too deeply to be shown"
+
+
 class ProgramError(RuntimeError):
     """An operation of a program failed; every later read of what depends on it raises this.
 

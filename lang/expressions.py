@@ -18,6 +18,7 @@ from palmette.runtime.request import LogprobOptions, Reasoning, SamplingParams
 from palmette.runtime.text import well_formed
 
 from .choices import ChoicesMethod
+from .errors import brief
 from .ir import (
     NOTHING_ASKED,
     REGEX_BOOL,
@@ -147,7 +148,7 @@ def as_expr(value: object) -> Expr:
         hint = "; the text of a typed variable is s.get_text(name)"
     raise TypeError(
         f"a state takes text, gen(), select() and roles, not {type(value).__name__}"
-        f" ({value!r:.60}){hint}"
+        f" ({brief(value)}){hint}"
     )
 
 
@@ -382,17 +383,27 @@ def _tag_spec(tag: object) -> GrammarSpec:
         return GrammarSpec.structural_tag(well_formed(tag))
     if isinstance(tag, Mapping):
         return GrammarSpec.structural_tag(tag)
-    raise ValueError(f"structural_tag: {tag!r:.60} is neither JSON text nor a dict")
+    raise ValueError(f"structural_tag: {brief(tag)} is neither JSON text nor a dict")
 
 
 def _json_spec(json_schema: object) -> GrammarSpec:
     if isinstance(json_schema, str):
         return GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=well_formed(json_schema))
     if isinstance(json_schema, Mapping):
-        return GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(json_schema))
+        return GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=_schema_text(json_schema))
     if isinstance(json_schema, list | tuple):
         raise ValueError("json_schema: a list is no schema; use choices= or GrammarSpec.choice")
     return _spec_of_type(json_schema)
+
+
+def _schema_text(schema: Mapping[str, object]) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise ValueError("json_schema: is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        remedy = "; refer to a part of it with $ref" if "ircular" in str(error) else ""
+        raise ValueError(f"json_schema: has no form as JSON: {error}{remedy}") from None
 
 
 def _spec_of_type(value: object) -> GrammarSpec:

@@ -10,6 +10,7 @@ from palmette.runtime.text import well_formed
 
 from .arguments import ids_of, refuse_unused, stop_of, texts_of
 from .choices import ChoicesMethod, token_length_normalized
+from .errors import brief
 from .expressions import (
     Expr,
     GenArguments,
@@ -395,7 +396,7 @@ def _gen_dtype(dtype: str, **arguments: object) -> Expr:
 def _choices(choices: Sequence[str]) -> tuple[str, ...]:
     texts = tuple(str.__str__(text) if isinstance(text, str) else text for text in choices)
     if not texts or isinstance(choices, str) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"choices: {choices!r:.60} must be a list of at least one text")
+        raise ValueError(f"choices: {brief(choices)} must be a list of at least one text")
     if not all(texts):
         raise ValueError("choices: an empty text cannot be scored")
     return tuple(map(well_formed, texts))

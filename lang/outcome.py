@@ -9,7 +9,7 @@ from .calls import Result
 from .host import Bound, Gathered, Span, Thought
 from .ir import Insert, Quote, Slot, StateId, Template, ValueId
 from .placeholders import fill
-from .program import Item
+from .program import Item, Plain
 
 ResultOf = Callable[[ValueId], Result]
 TextOf = Callable[[StateId, StateId | None], str]  # tip, base
@@ -42,6 +42,8 @@ class Outcome:
                 return fill(binding, self._text_of)
             case Gathered():
                 return [self.read(item) for item in binding]
+            case Plain():
+                return binding.value
             case dict():
                 return {key: self.read(item) for key, item in binding.items()}
             case tuple() if type(binding) is tuple:

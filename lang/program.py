@@ -25,6 +25,21 @@ if TYPE_CHECKING:
     from .state import ProgramState
 
 
+MAX_DEPTH = 64  # of lists and dicts in each other
+
+
+def check_depth(depth: int, place: str) -> None:
+    """
+    Raises:
+        ValueError: what stands at `place` lies too deep.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(
+            f"{place}: lists and dicts in each other; at most {MAX_DEPTH} deep, and one that "
+            "holds itself has no end"
+        )
+
+
 class Parameter(NamedTuple):
     name: str
     is_required: bool
@@ -35,6 +50,12 @@ class Given(NamedTuple):
     """A variable that holds an argument."""
 
     argument: str
+
+
+class Plain(NamedTuple):
+    """A variable of a run that holds a value as it was given, whatever it is."""
+
+    value: object
 
 
 class Item(NamedTuple):

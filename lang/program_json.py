@@ -26,7 +26,7 @@ from .choices import (
     token_length_normalized,
     unconditional_likelihood_normalized,
 )
-from .errors import located
+from .errors import brief, located
 from .expressions import GenArguments, PlannedOptions, RunDefaults
 from .host import Bound, Gathered, Span, Thought, Turn
 from .ir import (
@@ -50,7 +50,7 @@ from .ir import (
     ValueId,
 )
 from .placeholders import FORMAT
-from .program import Given, Item, Parameter, Program
+from .program import Given, Item, Parameter, Program, check_depth
 from .program_wire import (
     NO_LINE,
     VERSION,
@@ -86,7 +86,6 @@ _METHODS: Mapping[str, ChoicesMethod] = {
     "greedy_token_selection": greedy_token_selection,
     "unconditional_likelihood_normalized": unconditional_likelihood_normalized,
 }
-_MAX_DEPTH = 64  # of lists and dicts in each other
 _GRAMMAR_NAMES = frozenset(field.name for field in fields(GrammarSpec))
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(WireProgram)
@@ -242,7 +241,7 @@ def _hole(part: Slot | Insert | Quote) -> Part:
 
 
 def _readable(value: object, place: str, depth: int = 0) -> Readable:
-    _check_depth(depth, place)
+    check_depth(depth, place)
     match value:
         case Given():
             return ArgumentRef(value.argument)
@@ -269,7 +268,7 @@ def _readable(value: object, place: str, depth: int = 0) -> Readable:
 
 
 def _plain(value: object, place: str, depth: int = 0) -> object:
-    _check_depth(depth, place)
+    check_depth(depth, place)
     if value is None or type(value) in (str, int, float, bool):
         return value
     if type(value) is list:
@@ -279,15 +278,10 @@ def _plain(value: object, place: str, depth: int = 0) -> object:
     _no_form(value, place)
 
 
-def _check_depth(depth: int, place: str) -> None:
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"{place}: lists and dicts in each other; at most {_MAX_DEPTH} deep")
-
-
 def _no_form(value: object, place: str) -> NoReturn:
     raise ValueError(
-        f"{place}: {type(value).__name__} ({value!r:.60}) has no form as JSON; use texts, numbers, "
-        "booleans, None, and lists and dicts of them"
+        f"{place}: {type(value).__name__} ({brief(value)}) has no form as JSON; use texts, "
+        "numbers, booleans, None, and lists and dicts of them"
     )
 
 
@@ -441,7 +435,7 @@ class _Reader:
         return Quote(self._state(part.base), self._state(part.tip), True)
 
     def _readable(self, value: Readable, depth: int = 0) -> object:
-        _check_depth(depth, self._place)
+        check_depth(depth, self._place)
         match value:
             case ArgumentRef():
                 self._slot(value.name, value.form, True)

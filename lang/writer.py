@@ -10,7 +10,7 @@ from typing import Generic, Self, TypeAlias, TypeVar, overload
 
 from palmette.runtime.request import RequestError
 
-from .errors import located
+from .errors import brief, located
 from .expressions import (
     Constant,
     Expr,
@@ -363,7 +363,7 @@ class ProgramStateGroup(Generic[S]):
         elif isinstance(other, list | tuple):
             items = list(other)
         else:
-            raise TypeError(f"forks take an expression, a list or a function, not {other!r:.60}")
+            raise TypeError(f"forks take an expression, a list or a function, not {brief(other)}")
         if len(items) != len(self.states):
             raise ValueError(f"{len(items)} expressions for {len(self.states)} forks")
         for state, item in zip(self.states, items, strict=True):
