@@ -21,6 +21,7 @@ from .limits import GrammarLimits
 from .spec import GrammarError
 
 _ESCAPES = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+_SINGLE_QUOTED = re.compile(r"'([^'\n]{0,40})'")
 _RULE_NAME = re.compile(r"\b[a-z_][a-z0-9_]*\b")
 _PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _OPAQUE = re.compile(r'"(?:[^"\\]|\\.)*+"|//[^\n]*|/(?:[^/\\]|\\.)*+/')
@@ -69,6 +70,14 @@ class _Parser(converter.GrammarParser):
         self._names.add(rule.name)
         rule.comment = ""
         return rule, end
+
+    def _parse_sequence(self, pos: Any, is_nested: bool) -> tuple[Any, Any]:
+        sequence, end = super()._parse_sequence(pos, is_nested)
+        if end.current() == "'":
+            quoted = _SINGLE_QUOTED.match(end.text, end.pos)
+            literal, remedy = (quoted[0], f'; write "{quoted[1]}"') if quoted else ("'", "")
+            raise _error(end, f"{literal}: a literal stands in double quotes{remedy}")
+        return sequence, end
 
     def _parse_group(self, pos: Any, is_nested: bool) -> tuple[Any, Any]:
         self._depth += 1

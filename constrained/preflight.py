@@ -46,6 +46,7 @@ from .schema_walk import (
     reachable,
 )
 from .spec import Formats, GrammarError
+from .type_names import type_fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +195,14 @@ def _check_against_metaschema(document: SchemaObject) -> None:
         path = error.instance_path
         pointer = "".join(f"/{escape(str(part))}" for part in path)
         keyword = next((part for part in reversed(path) if isinstance(part, str)), None)
+        message, suggestion = error.message, None
+        if keyword == "type":
+            message, suggestion = type_fault(error.instance) or (message, None)
         raise GrammarError(
-            f"not a valid schema: {error.message[:300]}", pointer=pointer, keyword=keyword
+            f"not a valid schema: {message[:300]}",
+            pointer=pointer,
+            keyword=keyword,
+            suggestion=suggestion,
         ) from None
     except ValueError as error:
         raise GrammarError(f"not a valid schema: {str(error)[:300]}", pointer="") from None

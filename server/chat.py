@@ -164,11 +164,13 @@ def chat(
             options["max_tokens"] = max_tokens
         backend = RemoteChat(url, api_key, options)
     else:
+        from palmette.constrained.backend import select_backend
         from palmette.runtime.client import LocalClient
         from palmette.runtime.engine import Engine
 
         from .commands import resolved
 
+        select_backend(config.grammar_backend)  # a missing one is told before anything begins
         with console.status("loading the model"):
             client = LocalClient(Engine.load(resolved(config)))
         backend = LocalChat(client, max_tokens=max_tokens, temperature=temperature)

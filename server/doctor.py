@@ -24,8 +24,9 @@ from .output import table_console
 # extra -> the packages that it brings
 _EXTRAS = {
     "core": ("numpy", "msgspec", "tokenizers", "llguidance", "safetensors", "gguf"),
-    "serve": ("fastapi", "uvicorn"),
+    "serve": ("fastapi", "uvicorn", "httptools"),
     "outlines": ("outlines",),
+    "xgrammar": ("xgrammar",),
     "torch": ("torch",),
     "cuda": ("triton", "flashinfer"),
 }

@@ -22,11 +22,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+
+from .build_progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +106,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 @functools.cache
 def build(instruction_set: str = "auto", cache_dir: Path | None = None) -> Build:
-    """The library of this machine, compiled if it is not in the cache yet (some 5 s).
+    """The library of this machine, compiled if it is not in the cache yet (seconds).
 
     Raises:
         NativeError: no compiler, or it failed; says what to install.
@@ -197,15 +199,18 @@ def _native_macros(compiler: str) -> frozenset[str]:
 
 def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
     started = time.monotonic()
-    logger.warning("native kernels: compiling for this machine, once; this takes some seconds")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         commands = [
             [compiler, *flags, "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
         ]
-        with ThreadPoolExecutor(os.cpu_count() or 1) as executor:
-            list(executor.map(_run, commands))
+        num_threads = os.cpu_count() or 1
+        with Progress(len(commands), num_threads) as progress:
+            with ThreadPoolExecutor(num_threads) as executor:
+                for done in as_completed([executor.submit(_run, one) for one in commands]):
+                    done.result()
+                    progress.advance()
         library = Path(folder) / target.name
         _run([compiler, "-shared", *map(str, objects), "-o", str(library), *LINK_FLAGS])
         checksum = Path(folder) / "checksum"

@@ -264,6 +264,9 @@ def test_ebnf_means_what_it_says(
         ("root ::= [^]", r"^ebnf, line 1: a class without characters$"),
         ('root ::= "\\', r"^ebnf, line 1: the grammar ends inside an escape$"),
         ("root ::= [\\", r"^ebnf, line 1: the grammar ends inside an escape$"),
+        ("root ::= 'yes'", r"^ebnf, line 1: 'yes': .* in double quotes; write \"yes\"$"),
+        ("root ::= x\nx ::= ( \"a\" | 'b' )", r"^ebnf, line 2: 'b': .* write \"b\"$"),
+        ("root ::= 'it", r"^ebnf, line 1: ': a literal stands in double quotes$"),
     ],
 )
 def test_ebnf_messages_speak_of_the_grammar(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import multiprocessing
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from palmette.kernels.cpu import build, ops
+from palmette.kernels.cpu.build_progress import Progress
 from palmette.kernels.cpu.kv_pool import HostKVPool
 from palmette.kernels.kv_dtype import KVDtype
 
@@ -171,3 +173,33 @@ def test_kv_pages_are_copied_and_carried(dtype: KVDtype, head_bytes: int) -> Non
         pool.copy([6], [0])
     with pytest.raises(ValueError, match="1 source and 2 target"):
         pool.copy([1], [0, 2])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_sees_the_compilation_count(caplog: pytest.LogCaptureFixture) -> None:
+    stream = Terminal()
+    with Progress(3, 2, stream=stream) as progress:
+        for _ in range(3):
+            progress.advance()
+    shown = stream.getvalue().split("\r")[1:]
+    assert [line.rpartition(": ")[2].strip() for line in shown] == [
+        f"{count} of 3 files" for count in range(4)
+    ]
+    assert all("compiling for this machine, once; this takes about 10 s" in line for line in shown)
+    assert stream.getvalue().endswith("\n") and caplog.records == []
+
+
+def test_others_get_one_plain_line(
+    small_source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build.build.__wrapped__("portable", tmp_path / "cache")
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1 and "compiling for this machine, once; this takes about" in told[0]
+    stream = io.StringIO()
+    with Progress(1, 1, stream=stream) as progress:
+        progress.advance()
+    assert stream.getvalue() == ""

@@ -73,6 +73,18 @@ def test_schema_check_of_several_files_as_lines_and_as_json(
     out = capsys.readouterr().out
     assert out.endswith("\n3 schemas: 1 exact, 1 exact with checks at run time, 1 refused\n")
     assert [f"file: {path}" in out.splitlines() for path in paths] == [True] * 3
+    missing = str(tmp_path / "missing.json")
+    assert cli.main(["schema", "check", paths[0], missing, paths[1]]) == 2
+    out, err = capsys.readouterr()
+    assert [line for line in out.splitlines() if line.startswith("file: ")] == [
+        f"file: {paths[0]}", f"file: {paths[1]}",
+    ]  # fmt: skip
+    assert err == (
+        f"palmette schema check: {missing}: no such file; give a JSON Schema, or - for standard "
+        "input\n"
+    )
+    assert cli.main(["schema", "check", paths[0], missing]) == 2
+    assert f"file: {paths[0]}" in capsys.readouterr().out
     assert cli.main(["schema", "check", "--json", *paths[:2]]) == 0
     first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (first["verdict"], first["shortest_tokens"], first["forced_share"]) == ("exact", 5, 1.0)
@@ -208,6 +220,29 @@ def test_a_missing_compiler_is_one_line(
 
 
 @pytest.mark.usefixtures("no_compiler")
+def test_doctor_names_what_the_extras_bring() -> None:
+    found = {name: value for name, value, _ in doctor.findings()}
+    assert "httptools" in found["extra serve"]
+    assert "xgrammar" in found["extra xgrammar"]
+
+
+def test_pull_says_what_a_hub_id_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["pull", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "a hub id: org/name, org/name@revision" in text and "org/name/FILE.gguf" in text
+
+
+def test_a_missing_backend_is_told_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for command, *rest in (["chat"], ["run", __file__]):
+        options = ["--grammar-backend", "none", "--model", str(tmp_path)]
+        assert cli.main([command, *options, *rest]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and "'none'" in err and "loading" not in err
+
+
 def test_doctor_shows_the_whole_reason() -> None:
     found = {name: (value, is_fine) for name, value, is_fine in doctor.findings()}
     value, is_fine = found["runner"]
