@@ -219,7 +219,6 @@ def test_a_missing_compiler_is_one_line(
     )
 
 
-@pytest.mark.usefixtures("no_compiler")
 def test_doctor_names_what_the_extras_bring() -> None:
     found = {name: value for name, value, _ in doctor.findings()}
     assert "httptools" in found["extra serve"]
@@ -243,6 +242,7 @@ def test_a_missing_backend_is_told_before_anything_is_loaded(
         assert out == "" and "'none'" in err and "loading" not in err
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_doctor_shows_the_whole_reason() -> None:
     found = {name: (value, is_fine) for name, value, is_fine in doctor.findings()}
     value, is_fine = found["runner"]
