@@ -12,6 +12,7 @@ A runner whose device keeps the ids it has chosen (`AheadRunner`) is a step ahea
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +25,12 @@ from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.kv_dtype import FLOAT_DTYPES, SCALED_KV_DTYPES, FloatDtype, KVDtype
 from palmette.kernels.sampling import SampleBatch, SampleResult
 
+from .attention import for_model, resolve
 from .config import EngineConfig
 from .memory import available_bytes
 from .weights import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 class StepHandle(Protocol):
@@ -194,18 +198,18 @@ def _native_choice(config: EngineConfig) -> RunnerChoice:
 
 
 def _cuda_choice(config: EngineConfig) -> RunnerChoice:
-    if find_spec("triton") is None:
-        reason = "triton is not installed, so attention is torch's reference, which is slow"
-        if config.runner == "cuda" or config.attention != "auto":
+    attention = resolve(config, has=lambda package: find_spec(package) is not None)
+    if attention.name == "reference":
+        reason = f"{attention.reason}, so attention is torch's reference, which is slow"
+        if config.runner == "cuda":
             raise ValueError("attention: triton is not installed; pip install 'palmette[cuda]'")
         return _torch_choice(config, device="cuda", reason=reason)
-    attention, why = _cuda_attention(config)
     weights = _as_float("bf16" if config.weights == "auto" else config.weights)
     if weights is None:
         raise ValueError(
             f"weights: {config.weights!r} is not supported on cuda; use fp32, bf16 or fp16"
         )
-    kv_dtype = _cuda_kv_dtype(config.kv_dtype, weights, attention)
+    kv_dtype = _cuda_kv_dtype(config.kv_dtype, weights)
 
     def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
         if checkpoint.architecture.build is not None:  # its own model: torch, no fused kernels
@@ -214,6 +218,9 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         from .cuda_graphs import graph_rows_up_to
         from .cuda_runner import CudaRunner
 
+        chosen = for_model(attention, config, checkpoint.config)
+        if chosen != attention:
+            logger.info("attention %s: %s", chosen.name, chosen.reason)
         return CudaRunner(
             checkpoint,
             num_pages=num_pages,
@@ -221,7 +228,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
             dtype=weights,
             kv_dtype=kv_dtype,
             deterministic=config.deterministic,
-            attention=attention,
+            attention=chosen.name,
             graph_rows=graph_rows_up_to(config.scheduler.max_running),
         )
 
@@ -229,7 +236,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         name="cuda",
         device="cuda",
         weights=weights,
-        reason=f"a CUDA device is there; attention {attention}: {why}",
+        reason=f"a CUDA device is there; attention {attention.name}: {attention.reason}",
         weight_bytes=partial(_uniform_bytes, 4 if weights == "fp32" else 2),
         kv_dtype=lambda _: kv_dtype,
         build=build,
@@ -237,44 +244,17 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
     )
 
 
-def _cuda_kv_dtype(wanted: str, dtype: FloatDtype, attention: str) -> KVDtype:
+def _cuda_kv_dtype(wanted: str, dtype: FloatDtype) -> KVDtype:
     """How the cuda runner keeps K and V beside activations of `dtype`."""
     if wanted in ("auto", dtype):
         return dtype
     for known in SCALED_KV_DTYPES:
         if known == wanted:
-            if attention == "flashinfer":
-                raise ValueError(
-                    f"kv_dtype: flashinfer reads no {wanted} with a scale for each token; "
-                    "use --attention triton"
-                )
             return known
     raise ValueError(
         f"kv_dtype: the kernels of cuda keep K and V as the activations, {dtype}, or as "
         f"{' or '.join(SCALED_KV_DTYPES)}, not {wanted}; use auto"
     )
-
-
-def _cuda_attention(config: EngineConfig) -> tuple[str, str]:
-    """(flashinfer or triton, why)."""
-    is_there = find_spec("flashinfer") is not None
-    if config.attention == "flashinfer":
-        if not is_there:
-            raise ValueError("attention: flashinfer is not installed; use --attention triton")
-        if config.deterministic:
-            raise ValueError(
-                "attention: the bits of flashinfer depend on the batch; turn deterministic off"
-            )
-        return "flashinfer", "as given"
-    if config.attention == "triton":
-        return "triton", "as given"
-    if config.deterministic:
-        return "triton", "bits do not depend on the batch"
-    if config.kv_dtype in SCALED_KV_DTYPES:
-        return "triton", f"K and V are {config.kv_dtype}"
-    if is_there:
-        return "flashinfer", "it is installed"
-    return "triton", "flashinfer is not installed"
 
 
 def _torch_choice(

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from palmette import __version__
+from palmette.runtime.attention import resolve
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.memory import available_bytes
 from palmette.runtime.model_store import cached
@@ -58,6 +59,7 @@ def findings() -> Iterable[tuple[str, str, bool]]:
     yield "memory", f"{available_bytes() / _GIB:.1f} GiB available", True
     yield _checked("native kernels", _native)
     yield _checked("runner", _runner)
+    yield _checked("attention on cuda", _attention)
     for extra, packages in _EXTRAS.items():
         yield _extra(extra, packages)
     yield "cache", str(platformdirs.user_cache_path("palmette", appauthor=False)), True
@@ -96,6 +98,13 @@ def _native() -> str:
 def _runner() -> str:
     choice = select_runner(EngineConfig())
     return f"{choice.name} on {choice.device}: {choice.reason}"
+
+
+def _attention() -> str:
+    """What a GPU would compute attention with, in both modes."""
+    modes = ((True, "deterministic"), (False, "not deterministic"))
+    choices = [(mode, resolve(EngineConfig(deterministic=exact))) for exact, mode in modes]
+    return "; ".join(f"{mode}: {choice.name}, {choice.reason}" for mode, choice in choices)
 
 
 def _extra(extra: str, packages: tuple[str, ...]) -> tuple[str, str, bool]:

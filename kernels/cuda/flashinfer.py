@@ -8,12 +8,8 @@ pages take a cascade of them (`cascade`).
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,31 +21,21 @@ from palmette.kernels.kv_pool import PagedKVPool
 from palmette.kernels.reference import check_batch
 
 from .cascade import Cascade, Level, cascade
+from .needs import FLASHINFER_HEAD_DIMS, flashinfer_lacks
 from .triton_attention import AttentionPlan, Tiles
 
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 _INTEGER_BYTES = 8 << 20  # of a wrapper's plan, as its constructor takes
-HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 def why_not(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why FlashInfer cannot serve K and V like these here; None when it can."""
-    if find_spec("flashinfer") is None:
-        return "flashinfer is not installed"
-    if head_dim not in HEAD_DIMS:
+    if head_dim not in FLASHINFER_HEAD_DIMS:
         return f"flashinfer has no kernels for head size {head_dim}"
     if dtype not in DTYPES:
         return f"flashinfer has no kernels for K and V in {str(dtype).removeprefix('torch.')}"
-    if find_spec("flashinfer_jit_cache") is None and not _has_compiler():
-        return "flashinfer compiles its kernels when they are first used, and there is no nvcc"
-    return None
-
-
-def _has_compiler() -> bool:
-    roots = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
-    places = [Path(root, "bin", "nvcc") for root in roots if root]
-    return shutil.which("nvcc") is not None or any(place.exists() for place in places)
+    return flashinfer_lacks()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

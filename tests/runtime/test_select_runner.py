@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from palmette.kernels.cuda import needs
 from palmette.runtime import runner
+from palmette.runtime.attention import AttentionChoice, for_model
 from palmette.runtime.config import EngineConfig
+from palmette.runtime.models.config import ModelConfig
+
+PRESET = ModelConfig(
+    architecture="llama",
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=64,
+    context_length=8,
+    rms_eps=1e-5,
+    rope_theta=1e4,
+)
 
 
 @pytest.fixture
@@ -18,6 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def having(machine: pytest.MonkeyPatch, *packages: str) -> None:
     machine.setattr(runner, "find_spec", lambda name: name if name in packages else None)
+    machine.setattr(needs, "has_compiler", lambda: "nvcc" in packages)
 
 
 def test_triton_where_bits_must_not_depend_on_the_batch(machine: pytest.MonkeyPatch) -> None:
@@ -29,11 +49,29 @@ def test_triton_where_bits_must_not_depend_on_the_batch(machine: pytest.MonkeyPa
 
 
 def test_flashinfer_first_where_they_may(machine: pytest.MonkeyPatch) -> None:
-    having(machine, "torch", "triton", "flashinfer")
-    assert "flashinfer" in runner.select_runner(EngineConfig(deterministic=False)).reason
-    having(machine, "torch", "triton")
-    reason = runner.select_runner(EngineConfig(deterministic=False)).reason
-    assert "attention triton: flashinfer is not installed" in reason
+    for packages, reason in (
+        (("flashinfer", "nvcc"), "attention flashinfer: it is installed"),
+        (("flashinfer", "flashinfer_jit_cache"), "attention flashinfer: it is installed"),
+        (("flashinfer",), "attention triton: flashinfer compiles its kernels"),
+        ((), "attention triton: flashinfer is not installed"),
+    ):
+        having(machine, "torch", "triton", *packages)
+        choice = runner.select_runner(EngineConfig(deterministic=False))
+        assert choice.reason.startswith(f"a CUDA device is there; {reason}")
+    having(machine, "torch", "triton", "flashinfer", "nvcc")
+    choice = runner.select_runner(EngineConfig(deterministic=False, weights="fp32"))
+    assert "attention triton: flashinfer has no kernels for fp32" in choice.reason
+
+
+def test_heads_that_flashinfer_has_no_kernels_for_take_tritons() -> None:
+    chosen = AttentionChoice(name="flashinfer", reason="it is installed")
+    config = EngineConfig(deterministic=False)
+    small = replace(PRESET, head_dim=96)
+    assert for_model(chosen, config, replace(PRESET, head_dim=128)) == chosen
+    found = for_model(chosen, config, small)
+    assert (found.name, "head size 96" in found.reason) == ("triton", True)
+    with pytest.raises(ValueError, match="head size 96; use --attention triton"):
+        for_model(chosen, replace(config, attention="flashinfer"), small)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
@@ -69,6 +107,11 @@ def test_torch_where_triton_is_not(machine: pytest.MonkeyPatch) -> None:
             {"attention": "flashinfer"},
             ("torch", "triton", "flashinfer"),
             "bits of flashinfer depend",
+        ),
+        (
+            {"attention": "flashinfer", "deterministic": False},
+            ("torch", "triton", "flashinfer"),
+            "nvcc is not here; use --attention triton",
         ),
         ({"weights": "int4"}, ("torch", "triton"), "'int4' is not supported on cuda"),
         ({"kv_dtype": "fp16"}, ("torch", "triton"), "bf16, or as int8 or fp8, not fp16; use auto"),

@@ -427,7 +427,8 @@ def test_key_files_must_be_private(tmp_path: Path) -> None:
 def test_doctor_needs_nothing_but_the_core(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["doctor"])
     out = capsys.readouterr().out
-    for word in ("palmette", "python", "runner", "extra serve", "cache", "default model"):
+    words = ("palmette", "python", "runner", "deterministic: ", "extra serve", "cache")
+    for word in (*words, "default model"):
         assert word in out
 
 

@@ -77,7 +77,6 @@ def test_a_replay_reads_the_buffers_of_its_graph(
     from palmette.kernels.cuda import cascade
 
     monkeypatch.setattr(cascade, "MIN_GROUP_TOKENS", 16)
-    monkeypatch.setattr(flashinfer, "HEAD_DIMS", range(16, 257))
     path = tiny_models.directory("qwen3")
     prompt = [int(token) for token in np.random.default_rng(7).integers(3, 300, 50)]
     pool = {"num_pages": 32, "page_size": 16}
