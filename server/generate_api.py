@@ -1,9 +1,12 @@
 """/generate in SGLang's shape, for its frontend, router and benchmarks.
 
 The stream is cumulative: text, ids and tables of an event are all so far. Tables are encoded as
-they grow, and large events come less often, see `respond.CUMULATIVE_BYTES_PER_S`. Of a span of
-prompt log-probabilities the first is null, as in SGLang; `null_first_logprob: false` gives the
-number.
+they grow, and large events come less often, see `respond.CUMULATIVE_BYTES_PER_S`.
+
+Of a span of prompt log-probabilities the first is null, as in SGLang; `null_first_logprob: false`
+gives the number. Where SGLang's frontend scores the choices of a `select` it is 0: it calculates
+with the first one, which a null makes an error under two of its three methods and after a repeated
+token under all; a 0 is left out of its default method's mean as a null is.
 """
 
 from __future__ import annotations
@@ -224,7 +227,20 @@ class GenerateFormat:
             text, info = self.context.text, self.context.info
             tables = LogprobTables(text, info, self.body.return_text_in_logprobs, options.num_top)
             self._tables[choice.index] = tables
-        yield from tables.prepare(choice, self.body.null_first_logprob)
+        yield from tables.prepare(choice, self._first_logprobs(choice))
+
+    def _first_logprobs(self, choice: Choice) -> list[float | None]:
+        """What stands in the place of the first number of a span, if anything."""
+        null_first = self.body.null_first_logprob
+        if null_first is None:
+            is_select = (
+                isinstance(self.body.text, list)
+                and self.body.logprob_start_len != -1
+                and self.body.return_text_in_logprobs
+                and choice.request.sampling.max_new_tokens == 0
+            )
+            return [0.0 if is_select else None]
+        return [None] if null_first else []
 
     def whole(self, choices: Sequence[Choice]) -> Any:
         answers = [self._answer(choice) for choice in choices]
@@ -301,10 +317,10 @@ class LogprobTables:
         self._outputs, self._output_tops = JsonArray(), JsonArray()
         self._inputs, self._input_tops = JsonArray(), JsonArray()
 
-    def prepare(self, choice: Choice, null_first: bool) -> Iterator[None]:
-        """Encode what has come; in pieces, see `JsonArray.grow`."""
-        if choice.prompt_logprobs and null_first and not self._inputs.num_items:
-            self._inputs.extend([self._row(None, choice.prompt_logprobs[0].token_id)])
+    def prepare(self, choice: Choice, first: Sequence[float | None]) -> Iterator[None]:
+        """Encode what has come; in pieces, see `JsonArray.grow`. `first` stands for the first."""
+        if choice.prompt_logprobs and first and not self._inputs.num_items:
+            self._inputs.extend([self._row(first[0], choice.prompt_logprobs[0].token_id)])
             self._input_tops.extend([None])
         yield from self._inputs.grow(choice.prompt_logprobs, self._rows)
         yield from self._outputs.grow(choice.logprobs, self._rows)

@@ -198,7 +198,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     logprob_start_len: int | list[int] = -1
     top_logprobs_num: int | list[int] = 0
     return_text_in_logprobs: bool = False
-    null_first_logprob: bool = True  # SGLang's rule: the first of a span has no log-probability
+    null_first_logprob: bool | None = None  # of a span; None: SGLang's rule, see generate_api
     parse_special: bool = True
     priority: int = 0
     program: str = ""

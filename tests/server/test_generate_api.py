@@ -93,7 +93,7 @@ def test_select_as_the_frontend_does_it(server: RunningServer) -> None:
     assert isinstance(answers, list)
     for answer, choice in zip(answers, choices, strict=True):
         rows = answer["meta_info"]["input_token_logprobs"]
-        assert rows[0] == [None, ord("s"), "s"]
+        assert rows[0] == [0.0, ord("s"), "s"]  # a number: see tests/server/test_sglang_frontend.py
         assert [row[2] for row in rows] == ["s", " ", *choice]
         assert all(isinstance(row[0], float) for row in rows[1:])
         assert answer["meta_info"]["output_token_logprobs"] == []
