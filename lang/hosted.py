@@ -233,6 +233,9 @@ class Refused(Exception):
     """An answer other than success."""
 
     def __init__(self, status: int, info: ErrorInfo) -> None:
+        if not info.message.strip():
+            message = f"the API answered with the status {status} and nothing else"
+            info = ErrorInfo(code=info.code, message=message)
         super().__init__(info.message)
         code = _CODES.get(status, "unavailable" if status >= 500 else info.code)
         self.info = ErrorInfo(code=code, message=info.message, field=info.field)

@@ -262,7 +262,7 @@ class HttpClient:
         ) as response:
             if response.status_code != 200:
                 await response.aread()
-                raise _Refused(response.status_code, error_of(response.content))
+                raise _refused(response)
             async for event in _events(response):
                 if "error" in event and "event" not in event:
                     raise _Refused(200, error_of_event(event))
@@ -308,7 +308,7 @@ class HttpClient:
         except httpx.HTTPError as error:
             raise BackendError(unreachable(self.base_url, error)) from error
         if response.status_code != 200:
-            raise _Refused(response.status_code, error_of(response.content))
+            raise _refused(response)
         try:
             answer: dict[str, Any] = response.json()
         except ValueError as error:
@@ -408,7 +408,7 @@ class HttpClient:
         ) as response:
             if response.status_code != 200:
                 await response.aread()
-                raise _Refused(response.status_code, error_of(response.content))
+                raise _refused(response)
             async for event in _events(response):
                 if "error" in event:
                     raise _Refused(200, error_of_event(event))
@@ -468,6 +468,16 @@ class _Refused(BackendError):
         if info.code == "http" and status in (429, 502, 503, 504):  # of a proxy in between
             info = ErrorInfo(code="unavailable", message=info.message)
         self.info = info
+
+
+def _refused(response: httpx.Response) -> _Refused:
+    """The error of an answer; one without words of its own tells who gave it, and what it was."""
+    info = error_of(response.content)
+    if not info.message.strip():
+        remedy = "; is it the address of a Palmette server?" if response.status_code == 404 else ""
+        message = f"{response.url} answered with the status {response.status_code}{remedy}"
+        info = ErrorInfo(code=info.code, message=message)
+    return _Refused(response.status_code, info)
 
 
 def _json(body: Mapping[str, object] | bytes | None) -> dict[str, Any]:

@@ -278,6 +278,8 @@ def openai_sampling(
     names: Mapping[str, str],
 ) -> SamplingParams:
     """Raises ApiError 400 on any value outside its range."""
+    if body.return_hidden_states:
+        raise invalid("return_hidden_states: is not supported", "return_hidden_states")
     for name, value in (("stop", body.stop), ("stop_regex", body.stop_regex)):
         if value and not body.detokenize:
             raise invalid(f"{name}: stop strings need detokenize to be true", name)

@@ -109,6 +109,7 @@ class OpenAIBody(msgspec.Struct, kw_only=True, frozen=True):
     service_tier: str = ""
     safety_identifier: str = ""
     prompt_cache_key: str = ""
+    return_hidden_states: bool = False  # SGLang's router adds it to every body; true is refused
 
 
 class CompletionBody(OpenAIBody, kw_only=True, frozen=True):

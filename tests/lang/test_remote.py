@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from running_server import RunningServer, StartServer
 
@@ -115,6 +116,26 @@ def test_a_server_that_is_not_there_is_an_error_and_no_hang() -> None:
     with pytest.raises(RuntimeError, match="cannot be reached"):
         everything.run("x", backend=endpoint).sync()
     endpoint.close()
+
+
+@pm.function
+def talk(s: pm.ProgramState) -> None:
+    s += pm.user("Why?") + pm.assistant(pm.gen("x"))
+
+
+def test_an_answer_without_words_is_told_by_its_status() -> None:
+    """As a router gives it that does not pass a route on."""
+    transport = httpx.MockTransport(lambda request: httpx.Response(404))
+    client = pm.HttpClient("http://a.example", transport=transport)
+    hosted = pm.OpenAI("m", base_url="http://a.example/v1", api_key="", transport=transport)
+    with pytest.raises(
+        RuntimeError, match=r"http://a.example/server_info .* the status 404; is it"
+    ):
+        talk.run(backend=client)
+    with pytest.raises(pm.ProgramError, match="the API answered with the status 404"):
+        talk.run(backend=hosted)["x"]
+    client.close()
+    hosted.close()
 
 
 def test_a_server_that_dies_ends_every_wait(start_server: StartServer) -> None:

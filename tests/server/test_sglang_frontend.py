@@ -178,3 +178,26 @@ def test_what_the_router_asks_of_a_worker(server: RunningServer) -> None:
     assert {"dp_rank", "num_reqs", "num_waiting_reqs", "num_tokens"} <= set(load)
     info = server.client.get("/model_info").json()
     assert {"model_type", "architectures"} <= set(info)
+
+
+# what sglang-router 0.3.2 adds to the bodies of OpenAI's routes
+ADDED = {
+    "stream": False, "no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True,
+    "return_hidden_states": False,
+}  # fmt: skip
+
+
+def test_openai_s_routes_through_the_router(server: RunningServer) -> None:
+    completion = {"model": "default", "prompt": "x", "max_tokens": 2}
+    routed = server.post("/v1/completions", completion | ADDED | {"echo": False})
+    assert routed.json()["choices"] == server.post("/v1/completions", completion).json()["choices"]
+    chat = {"model": "default", "messages": [{"role": "user", "content": "x"}]}
+    added = ADDED | {
+        "logprobs": False, "max_completion_tokens": 2, "continue_final_message": False,
+        "separate_reasoning": True, "stream_reasoning": True,
+    }  # fmt: skip
+    assert server.post("/v1/chat/completions", chat | added).status_code == 200
+    for path, body in (("/v1/completions", completion), ("/v1/chat/completions", chat)):
+        refused = server.post(path, body | {"return_hidden_states": True})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "return_hidden_states"
