@@ -77,6 +77,7 @@ class EngineConfig:
     kv_dtype: str = "auto"  # auto, fp32, bf16, fp16; native: int8 too; cuda: int8, fp8 too
     attention: str = "auto"  # of the cuda runner: auto, flashinfer, triton
     deterministic: bool = True  # cuda: bits do not depend on the batch; off is faster
+    tensor_parallel: int = 1  # ranks that share each layer: CUDA devices, or processes with torch
     page_size: int = 16
     kv_tokens: int | None = None
     memory_fraction: float = 0.25
@@ -98,6 +99,10 @@ class EngineConfig:
         if self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128):
             raise ValueError(
                 f"page_size: {self.page_size} is not supported; use 1, 2, 4, 8, 16, 32, 64 or 128"
+            )
+        if self.tensor_parallel < 1:
+            raise ValueError(
+                f"tensor_parallel: {self.tensor_parallel} is out of range; must be >= 1"
             )
         for name in ("memory_fraction", "tenant_share"):
             if not 0.0 < getattr(self, name) <= 1.0:

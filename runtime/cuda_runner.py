@@ -29,6 +29,7 @@ from palmette.kernels.kv_pool import PagedKVPool
 from .cuda_graphs import GRAPH_ROWS, CaptureProgress, DecodeGraphs
 from .models.decoder import LoadTensor
 from .models.fused_decoder import FusedDecoder
+from .models.shard import ALONE, Group, cut_weight, shard_config
 
 if TYPE_CHECKING:  # readers of files, which random weights do not need
     from .weights import Checkpoint
@@ -45,7 +46,7 @@ class CudaRunner:
     batch, chunks, pages or cache. graph_rows: numbers of rows to capture graphs for, ascending;
     the graphs of shared pages are captured when they are first needed. load: gives the weights by
     name, on the device in dtype; None reads the checkpoint's. attention: triton or flashinfer.
-    progress: told how many graphs are captured, of how many.
+    progress: told how many graphs are captured, of how many. group: whose rank this is.
 
     Raises:
         ValueError: a weight is not finite or a shape is not supported by the kernels.
@@ -69,13 +70,15 @@ class CudaRunner:
         device: Device | None = None,
         load: LoadTensor | None = None,
         progress: CaptureProgress | None = None,
+        group: Group = ALONE,
     ) -> None:
-        config = checkpoint.config
+        config = shard_config(checkpoint.config, group.size)
         self._device: Device = CudaDevice() if device is None else device
         target, kind = self._device.torch_device, _DTYPES[dtype]
 
         def load_file(name: str) -> Tensor:
             array = checkpoint.weights.get(name).to_float32()
+            array = cut_weight(name, array, checkpoint.config, group)
             return torch.tensor(array).to(device=target, dtype=kind)
 
         self.vocab_size = config.vocab_size
@@ -95,6 +98,7 @@ class CudaRunner:
                 load_file if load is None else load,
                 self._max_positions,
                 deterministic=deterministic,
+                group=group,
             )
             self._attention: TritonAttention | FlashInferAttention
             if attention == "flashinfer":

@@ -17,6 +17,7 @@ from palmette.kernels.kv_dtype import KVDtype
 from .memory import kv_bytes_per_token
 from .models.config import ModelConfig
 from .models.layout import decoder_layout
+from .models.shard import shard_config
 
 _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
 PLANNED_WEIGHTS = tuple(_BITS)
@@ -114,7 +115,7 @@ def plan_device(model: ModelConfig, options: PlanOptions) -> DevicePlan:
         ValueError: when the weights do not leave room for one page, or the context or the
             concurrency cannot be had; with the numbers and the way out.
     """
-    shard = _shard(model, options.tp)
+    shard = shard_config(model, options.tp)
     memory = options.memory_bytes
     context = _context(model, options.context)
     known = options.weight_bytes
@@ -176,23 +177,6 @@ def shard_weight_bytes(model: ModelConfig, options: PlanOptions) -> int:
             groups = rows * -(-inputs // options.group_size)
             total += groups * _SCALE_BYTES[options.weights] / options.tp
     return math.ceil(total)
-
-
-def _shard(model: ModelConfig, tp: int) -> ModelConfig:
-    """What one of `tp` devices holds of heads and layers: kv heads are not cut below one."""
-    if model.num_heads % tp or model.intermediate_size % tp:
-        raise ValueError(
-            f"tp: {tp} does not divide {model.num_heads} heads and "
-            f"{model.intermediate_size} intermediate values evenly"
-        )
-    if model.num_kv_heads % tp and tp % model.num_kv_heads:
-        raise ValueError(f"tp: {tp} and {model.num_kv_heads} kv heads do not divide each other")
-    return replace(
-        model,
-        num_heads=model.num_heads // tp,
-        num_kv_heads=max(1, model.num_kv_heads // tp),
-        intermediate_size=model.intermediate_size // tp,
-    )
 
 
 def _context(model: ModelConfig, context: int | None) -> int:

@@ -22,6 +22,7 @@ from .fingerprint import fingerprint, kernels_text, layout_text
 from .memory import plan_memory
 from .model_store import resolve_model
 from .models.config import ModelConfig
+from .models.shard import shard_config
 from .request import EngineInfo
 from .runner import ModelRunner, RunnerChoice, select_runner
 from .tokenizer import Tokenizer
@@ -87,7 +88,7 @@ def _load(config: EngineConfig, path: Path, backend: GrammarBackend) -> Engine:
     logger.info("runner %s on %s: %s", choice.name, choice.device, choice.reason)
     plan = plan_memory(
         config,
-        checkpoint.config,
+        shard_config(checkpoint.config, choice.num_devices),
         context_length=context_length,
         weight_bytes=choice.weight_bytes(checkpoint),
         kv_dtype=choice.kv_dtype(checkpoint),

@@ -15,7 +15,7 @@ import ctypes
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Literal, Protocol, runtime_checkable
@@ -28,6 +28,7 @@ from palmette.kernels.sampling import SampleBatch, SampleResult
 from .attention import for_model, resolve
 from .config import EngineConfig
 from .memory import available_bytes
+from .models.shard import shard_config
 from .weights import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class RunnerChoice:
     build: Callable[[Checkpoint, int], ModelRunner]  # checkpoint, number of pages
     weights_name: Callable[[Checkpoint], str] | None = None  # more than `weights`, for /server_info
     available_bytes: Callable[[], int] = available_bytes  # memory of the device
+    num_devices: int = 1  # that hold a part of the weights and of K and V each
 
 
 def select_runner(config: EngineConfig) -> RunnerChoice:
@@ -132,6 +134,11 @@ def select_runner(config: EngineConfig) -> RunnerChoice:
         raise ValueError(
             f"attention: {config.attention!r} is unknown; use auto, flashinfer or triton"
         )
+    choice = _one_rank(config)
+    return choice if config.tensor_parallel == 1 else _sharded(config, choice)
+
+
+def _one_rank(config: EngineConfig) -> RunnerChoice:
     has_cuda = config.device != "cpu" and _cuda_available()
     if config.device == "cuda" and not has_cuda:
         raise ValueError(
@@ -148,7 +155,61 @@ def select_runner(config: EngineConfig) -> RunnerChoice:
         raise ValueError("runner: cuda needs a CUDA device; use --device cuda to see what is amiss")
     if config.runner == "torch":
         return _torch_choice(config, device="cpu", reason="as given")
+    if config.tensor_parallel > 1 and config.runner == "auto":
+        return _torch_choice(config, device="cpu", reason="the native runner has one rank")
     return _cpu_choice(config)
+
+
+def _sharded(config: EngineConfig, choice: RunnerChoice) -> RunnerChoice:
+    """The same choice, each layer cut over several ranks."""
+    size = config.tensor_parallel
+    if choice.name == "native":
+        raise ValueError(
+            f"tensor_parallel: {size} ranks, but the native runner has one, whose threads share "
+            "the cores; use --runner torch, or CUDA devices"
+        )
+    is_cuda = choice.device == "cuda"
+    if is_cuda and _num_cuda_devices() < size:
+        raise ValueError(
+            f"tensor_parallel: {size} ranks, but torch sees {_num_cuda_devices()} CUDA devices"
+        )
+
+    def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
+        from .tensor_parallel.frames import RankOptions
+        from .tensor_parallel.runner import TensorParallelRunner
+
+        if checkpoint.architecture.build is not None:
+            raise ValueError(
+                f"tensor_parallel: a {checkpoint.config.architecture} model cannot be cut into "
+                f"{size} parts; use 1"
+            )
+        shard_config(checkpoint.config, size)  # refuses what cannot be cut
+        options = RankOptions(
+            model=str(checkpoint.path),
+            num_pages=num_pages,
+            page_size=config.page_size,
+            size=size,
+            runner=choice.name,
+            device=choice.device,
+            weights=choice.weights,
+            kv_dtype=choice.kv_dtype(checkpoint),
+            attention=_cuda_attention(config)[0] if choice.name == "cuda" else "auto",
+            deterministic=config.deterministic,
+            max_running=config.scheduler.max_running,
+        )
+        return TensorParallelRunner(options)
+
+    def weight_bytes(checkpoint: Checkpoint) -> int:
+        whole = choice.weight_bytes(checkpoint)
+        return -(-whole // size) if is_cuda else whole  # ranks on the CPU share its memory
+
+    return replace(
+        choice,
+        reason=f"{choice.reason}; {size} ranks",
+        weight_bytes=weight_bytes,
+        build=build,
+        num_devices=size if is_cuda else 1,
+    )
 
 
 def _cpu_choice(config: EngineConfig) -> RunnerChoice:
@@ -311,6 +372,12 @@ def _cuda_bytes() -> Callable[[], int]:
     from .torch_runner import cuda_available_bytes
 
     return cuda_available_bytes
+
+
+def _num_cuda_devices() -> int:
+    from .torch_runner import cuda_num_devices
+
+    return cuda_num_devices()
 
 
 def _cuda_available() -> bool:

@@ -4,6 +4,7 @@ path for an architecture or a device without one. Made to be right, not fast.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,8 @@ from palmette.kernels.kv_pool import PagedKVPool
 from palmette.kernels.reference import ReferenceAttention
 from palmette.kernels.sampling import HostLogits
 
-from .models.decoder import Decoder
+from .models.decoder import Decoder, ModelBuilder
+from .models.shard import ALONE, Group, cut_weight, shard_config
 from .weights import Checkpoint
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,7 +30,8 @@ class TorchRunner:
 
     dtype is that of weights and activations, kv_dtype that of K and V (None: the same); norms,
     RoPE, attention and logits are float32.
-    The weights are decoded into memory. ValueError when one holds NaN or infinity.
+    The weights are decoded into memory. ValueError when one holds NaN or infinity. group: whose
+    rank this is; pool and weights are its part.
     """
 
     name = "torch"
@@ -42,19 +45,25 @@ class TorchRunner:
         device: Literal["cpu", "cuda"] = "cpu",
         dtype: Literal["fp32", "bf16"] = "fp32",
         kv_dtype: FloatDtype | None = None,
+        group: Group = ALONE,
     ) -> None:
-        config = checkpoint.config
+        config = shard_config(checkpoint.config, group.size)
         target, kind = torch.device(device), _DTYPES[dtype]
 
         def load(name: str) -> Tensor:
             array = checkpoint.weights.get(name).to_float32()
+            array = cut_weight(name, array, checkpoint.config, group)
             return torch.tensor(array).to(device=target, dtype=kind)
 
         self.vocab_size = config.vocab_size
         self._device = target
         self.is_async = target.type != "cpu"
         self._max_positions = min(config.context_length, num_pages * page_size)
-        build = checkpoint.architecture.build or Decoder
+        build: ModelBuilder | None = checkpoint.architecture.build
+        if build is None:
+            build = partial(Decoder, group=group)
+        elif group.size > 1:
+            raise ValueError(f"{checkpoint.path}: a {config.architecture} model cannot be sharded")
         with torch.inference_mode():
             self._model = build(config, load, self._max_positions)
         self.pool = PagedKVPool(  # outside: its pages are written outside of inference mode too
@@ -101,6 +110,10 @@ class TorchRunner:
 def cuda_is_available() -> bool:
     """Whether torch sees a CUDA device."""
     return torch.cuda.is_available()
+
+
+def cuda_num_devices() -> int:
+    return torch.cuda.device_count()
 
 
 def cuda_device_name() -> str:

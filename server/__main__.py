@@ -38,6 +38,7 @@ _ENGINE_HELP = {
     "weights": "auto, stored, fp32, bf16, fp16, int8 or int4; native has no fp16, cuda only floats",
     "kv_dtype": "how K and V are kept: auto, fp32, bf16, fp16, int8 or, on cuda, fp8; "
     "auto follows the weights",
+    "tensor_parallel": "ranks that share each layer: CUDA devices, or processes of torch",
     "page_size": "tokens of one page of the prefix cache",
     "kv_tokens": "size of the KV pool; default: from the free memory",
     "memory_fraction": "share of the free memory for the KV pool",

@@ -18,6 +18,7 @@ HEAVY = {
         "kernels/kv_codes.py",
         "kernels/kv_pool.py",
         "kernels/cuda/",
+        "runtime/tensor_parallel/",
         "runtime/torch_runner.py",
         "runtime/cuda_graphs.py",
         "runtime/cuda_runner.py",

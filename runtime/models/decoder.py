@@ -9,6 +9,7 @@ Legend: T tokens, S sampled rows, H query heads, G kv heads, D head dim, V vocab
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from palmette.kernels.backend import AttentionBackend
 from .config import ModelConfig
 from .layout import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
 from .rope import rope_tables
+from .shard import ALONE, Group, embedding
 
 LoadTensor = Callable[[str], Tensor]  # Hugging Face name -> tensor on its device, in its dtype
 Rope = tuple[Tensor, Tensor]  # cos, sin of the step's rows, [T, D/2] float32
@@ -73,7 +75,9 @@ class RMSNorm:
 
 
 class Attention:
-    def __init__(self, config: ModelConfig, load: LoadTensor, index: int) -> None:
+    def __init__(
+        self, config: ModelConfig, load: LoadTensor, index: int, *, group: Group = ALONE
+    ) -> None:
         def matrix(part: str, *, bias: bool = False) -> Linear:
             name = layer_name(index, f"self_attn.{part}")
             return Linear(load(f"{name}.weight"), load(f"{name}.bias") if bias else None)
@@ -84,7 +88,7 @@ class Attention:
             name = layer_name(index, f"self_attn.{part}.weight")
             return RMSNorm(load(name), config.rms_eps)
 
-        self._index = index
+        self._index, self._group = index, group
         self._head_dim = config.head_dim
         self._q_proj = matrix("q_proj", bias=config.qkv_bias)
         self._k_proj = matrix("k_proj", bias=config.qkv_bias)
@@ -101,29 +105,32 @@ class Attention:
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
         q, k = reference.rope(q, *rope), reference.rope(k, *rope)
-        return self._o_proj(attention.run(self._index, q, k, v).flatten(1))
+        return self._group.sum(self._o_proj(attention.run(self._index, q, k, v).flatten(1)))
 
 
 class GatedMlp:
-    def __init__(self, load: LoadTensor, index: int) -> None:
+    def __init__(self, load: LoadTensor, index: int, *, group: Group = ALONE) -> None:
+        self._group = group
         self._gate, self._up, self._down = (
             Linear(load(layer_name(index, f"mlp.{part}.weight")))
             for part in ("gate_proj", "up_proj", "down_proj")
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._down(reference.silu_mul(self._gate(x), self._up(x)))
+        return self._group.sum(self._down(reference.silu_mul(self._gate(x), self._up(x))))
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, load: LoadTensor, index: int) -> None:
+    def __init__(
+        self, config: ModelConfig, load: LoadTensor, index: int, *, group: Group = ALONE
+    ) -> None:
         def norm(part: str) -> RMSNorm:
             return RMSNorm(load(layer_name(index, f"{part}.weight")), config.rms_eps)
 
         self._attention_norm = norm("input_layernorm")
-        self._attention = Attention(config, load, index)
+        self._attention = Attention(config, load, index, group=group)
         self._mlp_norm = norm("post_attention_layernorm")
-        self._mlp = GatedMlp(load, index)
+        self._mlp = GatedMlp(load, index, group=group)
 
     def forward(self, x: Tensor, rope: Rope, attention: AttentionBackend[Tensor]) -> Tensor:
         x = x + self._attention.forward(self._attention_norm(x), rope, attention)
@@ -131,7 +138,11 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Implements `TorchModel`; positions must be below `max_positions`."""
+    """Implements `TorchModel`; positions must be below `max_positions`.
+
+    group: whose rank this is; `config` and `load` are then of its part (`shard`). A `layer` of its
+    own runs alone.
+    """
 
     def __init__(
         self,
@@ -139,10 +150,13 @@ class Decoder:
         load: LoadTensor,
         max_positions: int,
         *,
-        layer: LayerBuilder = DecoderLayer,
+        layer: LayerBuilder | None = None,
+        group: Group = ALONE,
     ) -> None:
+        build = partial(DecoderLayer, group=group) if layer is None else layer
+        self._group, self._vocab_size = group, config.vocab_size
         self._embedding = load(EMBEDDING)
-        self._layers = [layer(config, load, index) for index in range(config.num_layers)]
+        self._layers = [build(config, load, index) for index in range(config.num_layers)]
         self._norm = RMSNorm(load(FINAL_NORM), config.rms_eps)
         self._lm_head = Linear(self._embedding if config.tie_embeddings else load(LM_HEAD))
         cos, sin = rope_tables(config, max_positions)
@@ -157,7 +171,8 @@ class Decoder:
         attention: AttentionBackend[Tensor],
     ) -> Tensor:
         rope = (self._cos[positions], self._sin[positions])
-        x = reference.embedding(token_ids, self._embedding)
+        x = embedding(reference.embedding, token_ids, self._embedding, self._group)
         for layer in self._layers:
             x = layer.forward(x, rope, attention)
-        return self._lm_head(self._norm(x[sample_rows])).float()
+        logits = self._group.join(self._lm_head(self._norm(x[sample_rows])))
+        return logits[:, : self._vocab_size].float()

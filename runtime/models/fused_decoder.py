@@ -21,6 +21,7 @@ from .config import ModelConfig
 from .decoder import LoadTensor
 from .layout import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
 from .rope import rope_tables
+from .shard import ALONE, Group, embedding
 
 
 class PlannedAttention(Protocol):
@@ -72,13 +73,20 @@ class FusedDecoder:
     """Positions must be below `max_positions`.
 
     deterministic: a row's bits do not depend on the other rows of its step; otherwise matrix
-    products are the library's, which chooses by their number.
+    products are the library's, which chooses by their number. group: whose rank this is; `config`
+    and `load` are then of its part (`shard`).
     """
 
     def __init__(
-        self, config: ModelConfig, load: LoadTensor, max_positions: int, *, deterministic: bool
+        self,
+        config: ModelConfig,
+        load: LoadTensor,
+        max_positions: int,
+        *,
+        deterministic: bool,
+        group: Group = ALONE,
     ) -> None:
-        self._config = config
+        self._config, self._group = config, group
         self._embedding = load(EMBEDDING)
         self._layers = [
             _Layer(config, load, index, deterministic=deterministic)
@@ -100,7 +108,7 @@ class FusedDecoder:
     ) -> Tensor:
         """[T], [T], [S] int32 -> logits [S, V] float32; sample_rows None: of all rows."""
         config, eps = self._config, self._config.rms_eps
-        residual = functional.embedding(token_ids, self._embedding)
+        residual = embedding(functional.embedding, token_ids, self._embedding, self._group)
         x: Tensor | None = None
         pool = attention.pool
         for index, layer in enumerate(self._layers):
@@ -123,10 +131,11 @@ class FusedDecoder:
                 key_scales=pool.key_scales(index),
                 value_scales=pool.value_scales(index),
             )
-            x = layer.output(attention.attend(index, q).flatten(1))
+            x = self._group.sum(layer.output(attention.attend(index, q).flatten(1)))
             x = layer.gate_up(add_rms_norm(x, layer.mlp_norm, eps, residual))
-            x = layer.down(silu_mul(x))
+            x = self._group.sum(layer.down(silu_mul(x)))
         assert x is not None  # a model has layers
         if sample_rows is not None:
             x, residual = x[sample_rows], residual[sample_rows]
-        return self._lm_head(add_rms_norm(x, self._norm, eps, residual)).float()
+        logits = self._group.join(self._lm_head(add_rms_norm(x, self._norm, eps, residual)))
+        return logits[:, : config.vocab_size].float()
