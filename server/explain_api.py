@@ -24,7 +24,7 @@ from .errors import ApiError, invalid
 from .forecasts import Question
 from .limits import check_rid, new_call_id
 from .program_run import ServedRun, drive
-from .programs_api import CLIENT_GONE, RUN_ID, defaults_of, found, max_chars
+from .programs_api import CLIENT_GONE, MAX_NODES, RUN_ID, defaults_of, found, max_chars
 from .respond import JsonBody
 from .schemas import ExplainBody
 
@@ -79,6 +79,9 @@ async def _forecast(
 ) -> bytes:
     context, owner = context_of(request), request.state.owner
     program, data = found(request, program_id)
+    num_nodes = len(entries) * len(program.nodes)
+    if num_nodes > MAX_NODES:
+        raise invalid(f"batch: {num_nodes} nodes in all; the limit is {MAX_NODES}", "batch")
     namespace = context.namespace(owner, extra_key=body.extra_key, cache_salt=body.cache_salt)
     defaults = defaults_of(body.sampling)
     batch = BatchStart(len(entries)) if len(entries) > 1 else None

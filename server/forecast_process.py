@@ -131,7 +131,7 @@ def _limit_memory() -> None:
     except (ImportError, OSError):
         return
     most = pages * os.sysconf("SC_PAGE_SIZE") + _MOST_BYTES
-    with suppress(ValueError):  # the system allows less anyway
+    with suppress(ValueError, OSError):  # the system allows less anyway
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 

@@ -28,7 +28,7 @@ router = APIRouter()
 
 CLIENT_GONE = 499  # nginx's; nobody is there to read it
 _INLINE_BYTES = 16 * 1024  # of a program that is read without a thread
-_MAX_NODES = 65536
+MAX_NODES = 65536
 RUN_ID = "x-run-id"  # header of an answer
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -52,8 +52,8 @@ async def register(request: Request) -> Response:
 def _decoded(data: bytes) -> Program:
     try:
         program = Program.from_json(data)
-        if len(program.nodes) > _MAX_NODES:
-            raise ValueError(f"nodes: {len(program.nodes)}; the limit is {_MAX_NODES}")
+        if len(program.nodes) > MAX_NODES:
+            raise ValueError(f"nodes: {len(program.nodes)}; the limit is {MAX_NODES}")
         program.id  # noqa: B018 (made here, not in the loop)
     except ValueError as error:
         place, colon, _ = str(error).partition(":")

@@ -227,6 +227,16 @@ def test_too_many_requests_in_all(server: RunningServer) -> None:
     answer = server.post(f"{register(server, heavy)}/explain", body)
     assert "1100 requests in all; the limit is 1024" in answer.json()["error"]["message"]
 
+    @pm.function
+    def long(s: pm.ProgramState, q: str) -> None:
+        for _ in range(1000):
+            s += f"{q}"
+            s += "."
+        s += pm.gen("a", max_tokens=1)
+
+    answer = server.post(f"{register(server, long)}/explain", {"batch": [{"q": "x"}] * 40})
+    assert "80040 nodes in all; the limit is 65536" in answer.json()["error"]["message"]
+
 
 def test_a_run_that_fails_names_the_operation(server: RunningServer) -> None:
     client = pm.RuntimeEndpoint(server.url)
