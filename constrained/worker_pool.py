@@ -135,7 +135,10 @@ class _Worker:
     def _num_bytes(self) -> int:
         """Resident memory; 0 where the system does not tell."""
         try:
-            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+            return (
+                int(Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1])
+                * _PAGE_BYTES
+            )
         except OSError:
             return 0
 

@@ -6,9 +6,11 @@ KV pool = kv_tokens * kv_bytes_per_token
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from palmette.kernels.kv_dtype import KVDtype, kv_head_bytes
 
@@ -112,9 +114,31 @@ def _machine_available() -> int:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:  # not Linux
+        if not hasattr(os, "sysconf"):
+            return _windows_available()
         return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // 2
     fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if ":" in line}
     return fields.get("MemAvailable", fields["MemTotal"] // 2)
+
+
+class _MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of sysinfoapi.h."""
+
+    _fields_ = [
+        ("length", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        ("total_physical", ctypes.c_uint64),
+        ("available_physical", ctypes.c_uint64),
+        ("others", ctypes.c_uint64 * 5),
+    ]
+
+
+def _windows_available() -> int:
+    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+    kernel: Any = getattr(ctypes, "windll").kernel32  # noqa: B009  # there on Windows only
+    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
+        raise OSError("GlobalMemoryStatusEx failed; give --kv-tokens")
+    return int(status.available_physical)
 
 
 def _control_group_available() -> int | None:

@@ -159,7 +159,7 @@ def _locked(path: Path) -> Iterator[bool]:
         return
     import fcntl  # not there on Windows
 
-    with path.open("w") as file:
+    with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield True
 

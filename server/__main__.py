@@ -348,7 +348,9 @@ def _api_keys(options: argparse.Namespace) -> tuple[str, ...]:
             raise UserError(f"--api-key-file: {path}: no such file; write keys into it, one a line")
         if path.stat().st_mode & 0o077:
             raise UserError(f"--api-key-file: others may read {path}; run chmod 600 on it")
-        keys += [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        keys += [
+            line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
+        ]
         if not keys:
             raise UserError(f"--api-key-file: {path} holds no key")
     return tuple(dict.fromkeys(keys))

@@ -275,7 +275,11 @@ def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line
+            for line in info.read_text(encoding="utf-8", errors="replace").splitlines()
+            if line.startswith("model name")
+        ]
         cpu = names[0].partition(":")[2].strip() if names else cpu
     return {
         "cpu": cpu,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,11 @@ async def serve(
         UserError: when the address cannot be bound.
         ValueError: when the tokenizer cannot be read.
     """
+    if sys.platform == "win32":
+        raise UserError(
+            "a server passes a socket to its engine's process, which Windows cannot; serve from "
+            "WSL or a container, or run programs with Engine.load(...) in one process"
+        )
     sock = bind(config.host, config.port)
     engine = RemoteEngine(dead_limit_s=config.dead_limit_s)
     server: DrainingServer | None = None

@@ -244,7 +244,7 @@ def _run(command: list[str]) -> str:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on `path`; freed by the system if the process dies."""
-    with path.open("w") as file:
+    with path.open("wb") as file:
         if sys.platform != "win32":
             import fcntl
 
