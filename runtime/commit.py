@@ -167,14 +167,15 @@ class Committer:
     def _append_free(
         self, sequence: SequenceState, token_id: int, logprob: TokenLogprob | None
     ) -> None:
-        """Add a token that no grammar asks for: the client gets it at once."""
+        """Add a token that no grammar asks for: a client that reads along gets it at once."""
         self.num_generated += 1
         sequence.append(token_id)
         if sequence.penalties is not None:
             sequence.penalties.count(token_id)
         sequence.num_released += 1
         is_full = len(sequence.generated) >= sequence.max_generated
-        if logprob is None and not is_full and sequence.delivery.is_direct:
+        is_streamed = sequence.request.is_streamed
+        if is_streamed and logprob is None and not is_full and sequence.delivery.is_direct:
             self._hooks.on_token(sequence, token_id)
             return
         matched = sequence.delivery.push(token_id, logprob)

@@ -290,7 +290,9 @@ class Engine:
         self._tell(sequence, (token_id,), sequence.delivery.pass_on(token_id), ())
 
     def _emit(self, sequence: SequenceState) -> None:
-        """Queue an output for what has become deliverable, if anything has."""
+        """Queue an output for what has become deliverable, if anything has and somebody reads."""
+        if not sequence.request.is_streamed:
+            return  # its end tells all
         token_ids, text, logprobs = sequence.delivery.take()
         if token_ids or text:
             self._tell(sequence, token_ids, text, logprobs)

@@ -159,7 +159,7 @@ class Request:
     priority: int = 0  # larger runs first
     tenant: str = ""  # whose it is, for fair shares
     program: str = ""  # the run of a program it is a call of; "": none
-    is_streamed: bool = True  # False: nobody reads its tokens before its program has ended
+    is_streamed: bool = True  # False: nobody reads along; one Output tells all of it
     deadline_s: float | None = None  # seconds after submission
     hint: ReuseHint = field(default_factory=ReuseHint)
 

@@ -324,3 +324,42 @@ def test_stats_count_what_happened() -> None:
     assert (stats.accepted, stats.finished, stats.running, stats.waiting) == (1, 1, 0, 0)
     assert (stats.prompt_tokens, stats.computed_tokens, stats.generated_tokens) == (4, 4, 4)
     assert stats.free_pages + stats.cached_pages + stats.used_pages == stats.num_pages
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_request_that_nobody_reads_along_has_one_output_with_everything(
+    is_streamed: bool, page_size: int
+) -> None:
+    engine = fake_engine(page_size=page_size, num_pages=4096 // page_size)
+    parameters: dict[str, dict[str, object]] = {
+        "plain": {"ignore_eos": True},
+        "stop": {"stop": ("zzz", "q")},
+        "scored": {"logprobs": LogprobOptions(output=True, num_top=2, prompt_start=3)},
+        "shaped": {"grammar": GrammarSpec(kind=GrammarKind.REGEX, source="ab[0-9]{3}")},
+        "none": {"max_new_tokens": 0},
+    }
+    wanted = [
+        request("a prompt of some pages", name, is_streamed=is_streamed, **fields)
+        for name, fields in parameters.items()
+    ]
+    engine.submit(wanted)
+    outputs: dict[str, list[Output]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    if not is_streamed:
+        assert [len(found) for found in outputs.values()] == [1] * len(wanted)
+    expected = run_all(
+        fake_engine(page_size=page_size, num_pages=4096 // page_size),
+        [request("a prompt of some pages", name, **fields) for name, fields in parameters.items()],
+    )
+    for name, found in outputs.items():
+        answer = expected[name]
+        assert "".join(one.text for one in found) == answer.text
+        assert [i for one in found for i in one.token_ids] == list(answer.token_ids)
+        assert [p for one in found for p in one.logprobs] == list(answer.logprobs)
+        assert [p for one in found for p in one.prompt_logprobs] == list(answer.prompt_logprobs)
+        assert found[-1].finish == answer.finish
+        assert found[-1].usage.completion_tokens == answer.usage.completion_tokens
+    assert len(outputs["plain"]) > 1 or not is_streamed
