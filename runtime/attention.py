@@ -62,6 +62,26 @@ def resolve(config: EngineConfig, *, has: Callable[[str], bool] = is_installed) 
     return AttentionChoice(name="flashinfer", reason="as given")
 
 
+def resolve_sampling(config: EngineConfig, *, has: Callable[[str], bool] = is_installed) -> str:
+    """Whose kernels filter by top_k and top_p: triton's, unless FlashInfer's are asked for.
+
+    Raises:
+        ValueError: they are not here, or a row must not depend on rounding in others' order.
+    """
+    if config.sampling in ("auto", "triton"):
+        return "triton"
+    if config.sampling != "flashinfer":
+        raise ValueError(
+            f"sampling: {config.sampling!r} is unknown; use auto, flashinfer or triton"
+        )
+    if config.deterministic:
+        raise ValueError("sampling: flashinfer keeps other ties; turn deterministic off")
+    lacks = flashinfer_lacks(has)
+    if lacks is not None:
+        raise ValueError(f"sampling: {lacks}; use --sampling triton")
+    return "flashinfer"
+
+
 def for_model(choice: AttentionChoice, config: EngineConfig, model: ModelConfig) -> AttentionChoice:
     """`choice`, or Triton's where FlashInfer has no kernels for this model's heads.
 

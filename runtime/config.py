@@ -76,6 +76,7 @@ class EngineConfig:
     weights: str = "auto"  # auto, fp32, bf16; native: stored, int8, int4 too
     kv_dtype: str = "auto"  # auto, fp32, bf16, fp16; native: int8 too; cuda: int8, fp8 too
     attention: str = "auto"  # of the cuda runner: auto, flashinfer, triton
+    sampling: str = "auto"  # its top_k and top_p: auto, flashinfer, triton
     deterministic: bool = True  # cuda: bits do not depend on the batch; off is faster
     tensor_parallel: int = 1  # ranks that share each layer: CUDA devices, or processes with torch
     page_size: int = 16

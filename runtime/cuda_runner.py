@@ -21,6 +21,7 @@ from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.cuda.device import CudaDevice, Device
 from palmette.kernels.cuda.feed import feed_tokens
 from palmette.kernels.cuda.flashinfer import FlashInferAttention
+from palmette.kernels.cuda.flashinfer_filters import FlashInferFilters
 from palmette.kernels.cuda.logits import MAX_ROWS, DeviceLogits, DeviceSampler, StepOutput
 from palmette.kernels.cuda.staging import Staging, layout_of
 from palmette.kernels.cuda.triton_attention import AttentionPlan, TritonAttention
@@ -46,7 +47,8 @@ class CudaRunner:
     batch, chunks, pages or cache. graph_rows: numbers of rows to capture graphs for, ascending;
     the graphs of shared pages are captured when they are first needed. load: gives the weights by
     name, on the device in dtype; None reads the checkpoint's. attention: triton or flashinfer.
-    progress: told how many graphs are captured, of how many. group: whose rank this is.
+    sampling: triton or flashinfer, whose kernels filter by top_k and top_p. progress: told how many
+    graphs are captured, of how many. group: whose rank this is.
 
     Raises:
         ValueError: a weight is not finite or a shape is not supported by the kernels.
@@ -66,6 +68,7 @@ class CudaRunner:
         deterministic: bool = True,
         share_pages: bool = True,
         attention: str = "triton",
+        sampling: str = "triton",
         graph_rows: Sequence[int] = GRAPH_ROWS,
         device: Device | None = None,
         load: LoadTensor | None = None,
@@ -117,7 +120,11 @@ class CudaRunner:
                     share=share_pages,
                     query_dtype=kind,
                 )
-            self._sampler = DeviceSampler(self._device, self.vocab_size)
+            self._sampler = DeviceSampler(
+                self._device,
+                self.vocab_size,
+                filters=FlashInferFilters() if sampling == "flashinfer" else None,
+            )
             self._eager = Staging(self._device, 1 << 16)
             self.graphs = DecodeGraphs(
                 self._device,

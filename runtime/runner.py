@@ -25,7 +25,7 @@ from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.kv_dtype import FLOAT_DTYPES, SCALED_KV_DTYPES, FloatDtype, KVDtype
 from palmette.kernels.sampling import SampleBatch, SampleResult
 
-from .attention import for_model, resolve
+from .attention import for_model, resolve, resolve_sampling
 from .config import EngineConfig
 from .memory import available_bytes
 from .models.shard import shard_config
@@ -260,6 +260,7 @@ def _native_choice(config: EngineConfig) -> RunnerChoice:
 
 def _cuda_choice(config: EngineConfig) -> RunnerChoice:
     attention = resolve(config, has=lambda package: find_spec(package) is not None)
+    sampling = resolve_sampling(config, has=lambda package: find_spec(package) is not None)
     if attention.name == "reference":
         reason = f"{attention.reason}, so attention is torch's reference, which is slow"
         if config.runner == "cuda":
@@ -290,6 +291,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
             kv_dtype=kv_dtype,
             deterministic=config.deterministic,
             attention=chosen.name,
+            sampling=sampling,
             graph_rows=graph_rows_up_to(config.scheduler.max_running),
         )
 

@@ -34,6 +34,7 @@ _ENGINE_HELP = {
     "device": "auto, cpu or cuda",
     "runner": "auto, native, torch or cuda",
     "attention": "kernels of the cuda runner: auto, flashinfer or triton",
+    "sampling": "its top_k and top_p: auto, flashinfer or triton; flashinfer may keep other ties",
     "deterministic": "cuda: the same bits whatever else is in the batch; off is faster",
     "weights": "auto, stored, fp32, bf16, fp16, int8 or int4; native has no fp16, cuda only floats",
     "kv_dtype": "how K and V are kept: auto, fp32, bf16, fp16, int8 or, on cuda, fp8; "

@@ -205,3 +205,27 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor)
     merged = (v.float() * left[..., None] + v_other.float() * right[..., None]) / total[..., None]
     v.copy_(merged)
     s.copy_(peak + torch.log2(total))
+
+
+class sampling:
+    """The part of the package of that name."""
+
+    @staticmethod
+    def softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+        assert logits.dtype == temperature.dtype == torch.float32
+        return torch.softmax(logits / temperature[:, None], dim=-1)
+
+
+def top_k_renorm_probs(probs: Tensor, top_k: Tensor) -> Tensor:
+    assert ((top_k > 0) & (top_k <= probs.shape[1])).all()
+    ranked = probs.sort(dim=-1, descending=True).values
+    kept = torch.where(probs >= ranked.gather(1, top_k[:, None].long() - 1), probs, 0.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def top_p_renorm_probs(probs: Tensor, top_p: Tensor) -> Tensor:
+    ranked = probs.sort(dim=-1, descending=True)
+    before = ranked.values.cumsum(-1) - ranked.values
+    kept = torch.where(before < top_p[:, None], ranked.values, 0.0)
+    kept = torch.zeros_like(probs).scatter(1, ranked.indices, kept)
+    return kept / kept.sum(-1, keepdim=True)

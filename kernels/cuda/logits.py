@@ -16,6 +16,7 @@ from palmette.kernels.sampling import NOT_FINITE, RowSampling, SampleBatch, Samp
 from . import sampler
 from .device import Device, Event
 from .feed import uniforms
+from .flashinfer_filters import FlashInferFilters
 from .staging import Section, Staging, layout_of
 
 MAX_ROWS = 1 << 16  # rows of one choice
@@ -51,9 +52,12 @@ class DeviceSampler:
     nothing is uploaded but the masks, if there are any.
     """
 
-    def __init__(self, device: Device, vocab_size: int) -> None:
+    def __init__(
+        self, device: Device, vocab_size: int, *, filters: FlashInferFilters | None = None
+    ) -> None:
         self.device = device
         self._vocab_size = vocab_size
+        self._filters = filters  # None: the sampler's own
         self._chosen = torch.zeros(2 * MAX_ROWS, dtype=torch.int32, device=device.torch_device)
         self._staging = Staging(device, 4096)
         self._results = [device.host_buffer(64) for _ in range(2)]  # of two steps in turn
@@ -83,7 +87,7 @@ class DeviceSampler:
         out = self._chosen[: 2 * num_rows]
 
         def choose() -> None:
-            self._launch(step, params.masks is not None, views, out.view(2, num_rows))
+            self._launch(step, params, views, out.view(2, num_rows))
             if len(wanted):
                 assert step.logits is not None
                 _find_top(step.logits, views["top_rows"], out, top)
@@ -150,7 +154,7 @@ class DeviceSampler:
         return views
 
     def _launch(
-        self, step: StepOutput, has_masks: bool, views: dict[str, Tensor], out: Tensor
+        self, step: StepOutput, params: SampleBatch, views: dict[str, Tensor], out: Tensor
     ) -> None:
         logits = step.logits
         assert logits is not None
@@ -160,8 +164,21 @@ class DeviceSampler:
         if len(views["ids"]):
             edited = logits.clone()
             sampler.apply_edits(edited, *(views[name] for name in _EDITS))
-        masks = views["masks"].view(len(logits), -1) if has_masks and len(logits) else None
+        has_masks = params.masks is not None and len(logits) > 0
+        masks = views["masks"].view(len(logits), -1) if has_masks else None
         columns = {name: views[name] for name in _COLUMNS}
+        by_top_k, by_top_p = bool((params.top_k > 0).any()), bool((params.top_p < 1).any())
+        if self._filters is not None and (by_top_k or by_top_p):
+            edited = self._filters.keep(
+                edited,
+                masks,
+                has_masks=columns["has_masks"],
+                temperatures=columns["temperatures"],
+                top_ks=columns["top_ks"] if by_top_k else None,
+                top_ps=columns["top_ps"] if by_top_p else None,
+            )
+            columns["top_ks"] = torch.zeros_like(columns["top_ks"])
+            columns["top_ps"] = torch.ones_like(columns["top_ps"])
         sampler.sample(logits, edited, masks, out=out, randoms=randoms, **columns)
 
 

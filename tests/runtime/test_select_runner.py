@@ -108,6 +108,13 @@ def test_torch_where_triton_is_not(machine: pytest.MonkeyPatch) -> None:
             ("torch", "triton", "flashinfer"),
             "bits of flashinfer depend",
         ),
+        ({"sampling": "x"}, ("torch", "triton"), "sampling: 'x' is unknown"),
+        ({"sampling": "flashinfer"}, ("torch", "triton"), "sampling: flashinfer keeps other ties"),
+        (
+            {"sampling": "flashinfer", "deterministic": False},
+            ("torch", "triton"),
+            "flashinfer is not installed; use --sampling triton",
+        ),
         (
             {"attention": "flashinfer", "deterministic": False},
             ("torch", "triton", "flashinfer"),

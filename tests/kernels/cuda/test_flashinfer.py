@@ -18,7 +18,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from palmette.kernels.cuda import flashinfer
 from palmette.kernels.cuda.device import HostDevice
+from palmette.kernels.cuda.flashinfer_filters import FlashInferFilters
+from palmette.kernels.cuda.logits import DeviceLogits, DeviceSampler, StepOutput
 from palmette.kernels.reference import ReferenceAttention
+from palmette.kernels.sampling import SampleBatch, sample_rows
 from palmette.runtime.cuda_runner import CudaRunner
 from palmette.runtime.torch_runner import TorchRunner
 from palmette.runtime.weights import open_checkpoint
@@ -105,6 +108,36 @@ def test_a_replay_reads_the_buffers_of_its_graph(
     assert kinds == ({1, 2} if share else {1})
 
 
+def test_its_filters_leave_the_draw_to_the_row(tiny_models: Any, model_driver: Any) -> None:
+    """Tokens and log-probabilities are the host's rule for every mix of filters and masks."""
+    rows = 6
+    logits = torch.randn(rows, 300, generator=torch.Generator().manual_seed(1)) * 3
+    masks = np.random.default_rng(0).integers(-(2**31), 2**31, (rows, 10)).astype(np.int32)
+    masks[4] = 0  # a row whose grammar allows nothing
+    params = SampleBatch(
+        targets=np.array([-1, -1, -1, 7, -1, -1], np.int32),
+        temperature=np.array([0, 1, 0.7, 1, 1, 2], np.float32),
+        top_k=np.array([0, 5, 0, 3, 2, 9], np.int32),
+        top_p=np.array([1, 0.8, 0.6, 1, 1, 0.9], np.float32),
+        min_p=np.array([0, 0, 0, 0, 0, 0.1], np.float32),
+        presence_penalty=np.zeros(rows, np.float32),
+        frequency_penalty=np.zeros(rows, np.float32),
+        repetition_penalty=np.ones(rows, np.float32),
+        seeds=np.arange(rows, dtype=np.uint64),
+        choices=np.zeros(rows, np.int32),
+        positions=np.arange(1, rows + 1, dtype=np.int32),
+        rows=(None,) * rows,
+        num_top=np.zeros(rows, np.int32),
+        masks=masks,
+        has_mask=np.array([True, True, False, False, True, True]),
+    )
+    sampler = DeviceSampler(HostDevice(), 300, filters=FlashInferFilters())
+    found = DeviceLogits(StepOutput(logits), sampler).sample(params)
+    expected = sample_rows(logits.numpy(), params)
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+
+
 def source() -> Path:
     spec = find_spec("flashinfer")  # the emulation hides the package, not its files
     places = [Path(entry, "flashinfer") for entry in sys.path]
@@ -134,7 +167,8 @@ def parameters(path: Path, class_name: str | None, name: str) -> list[str]:
         )
         for function in ("__init__", "plan", "run", "reset_workspace_buffer")
     ]
-    + [("cascade.py", None, "merge_state_in_place")],
+    + [("cascade.py", None, "merge_state_in_place")]
+    + [("sampling.py", None, name) for name in ("top_k_renorm_probs", "top_p_renorm_probs")],
 )
 def test_calls_fit_the_original(file: str, class_name: str | None, function: str) -> None:
     """Parameters by position are the original's first ones, in order; keywords exist there."""
