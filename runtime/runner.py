@@ -168,11 +168,18 @@ def _sharded(config: EngineConfig, choice: RunnerChoice) -> RunnerChoice:
             f"tensor_parallel: {size} ranks, but the native runner has one, whose threads share "
             "the cores; use --runner torch, or CUDA devices"
         )
+    if config.sampling == "flashinfer":
+        raise ValueError(
+            f"sampling: flashinfer's filters are for one rank, not {size}; use --sampling triton"
+        )
     is_cuda = choice.device == "cuda"
     if is_cuda and _num_cuda_devices() < size:
         raise ValueError(
             f"tensor_parallel: {size} ranks, but torch sees {_num_cuda_devices()} CUDA devices"
         )
+
+    def attention(checkpoint: Checkpoint) -> str:
+        return for_model(resolve(config, has=_is_installed), config, checkpoint.config).name
 
     def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
         from .tensor_parallel.frames import RankOptions
@@ -193,7 +200,7 @@ def _sharded(config: EngineConfig, choice: RunnerChoice) -> RunnerChoice:
             device=choice.device,
             weights=choice.weights,
             kv_dtype=choice.kv_dtype(checkpoint),
-            attention=_cuda_attention(config)[0] if choice.name == "cuda" else "auto",
+            attention=attention(checkpoint) if choice.name == "cuda" else "auto",
             deterministic=config.deterministic,
             max_running=config.scheduler.max_running,
         )
@@ -259,8 +266,8 @@ def _native_choice(config: EngineConfig) -> RunnerChoice:
 
 
 def _cuda_choice(config: EngineConfig) -> RunnerChoice:
-    attention = resolve(config, has=lambda package: find_spec(package) is not None)
-    sampling = resolve_sampling(config, has=lambda package: find_spec(package) is not None)
+    attention = resolve(config, has=_is_installed)
+    sampling = resolve_sampling(config, has=_is_installed)
     if attention.name == "reference":
         reason = f"{attention.reason}, so attention is torch's reference, which is slow"
         if config.runner == "cuda":
@@ -364,6 +371,10 @@ def _torch_choice(
 def _uniform_bytes(element_bytes: int, checkpoint: Checkpoint) -> int:
     weights = checkpoint.weights
     return element_bytes * sum(math.prod(weights.get(name).shape) for name in weights.names())
+
+
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 def _as_float(dtype: str) -> FloatDtype | None:
