@@ -209,6 +209,7 @@ async def _body(call: Call, state: AsyncState, session: Session) -> None:
         driver.begin(body)
         with entered(body):
             body.value = await call.func(state, *call.args, **call.kwargs)  # type: ignore[misc]
+        host.reading.close()
         driver.end(body)
         await driver.until(lambda: host.reading.is_done, host.watched)
     except BaseException as error:

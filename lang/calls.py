@@ -83,6 +83,15 @@ class PendingCall(Protocol):
         ...
 
     @property
+    def has_told_last_use(self) -> bool:
+        """Whether its requests say what of their prompts is still to be used."""
+        ...
+
+    def request_of(self, output: Output) -> Request:
+        """The request that an output is of."""
+        ...
+
+    @property
     def text(self) -> str:
         """What is known so far of the (first) text."""
         ...
@@ -126,6 +135,13 @@ class _Streams:
     @property
     def all_streams(self) -> list[Stream]:
         return [*self._given_up, *self.streams]
+
+    @property
+    def has_told_last_use(self) -> bool:
+        return any(stream.request.hint.keep_tokens is not None for stream in self.streams)
+
+    def request_of(self, output: Output) -> Request:
+        return self._by_id[output.request_id].request
 
     def on_output(self, output: Output) -> bool:
         stream = self._by_id[output.request_id]

@@ -19,12 +19,13 @@ from typing import Any
 
 import msgspec
 
-from palmette.runtime.client import EngineClient
+from palmette.runtime.client import EngineClient, ReleasesPrefixes
 from palmette.runtime.request import (
     EngineInfo,
     Finish,
     FinishReason,
     Output,
+    Release,
     Request,
     RequestError,
     ReuseHint,
@@ -168,6 +169,10 @@ class Recorder:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self._client.abort(request_ids)
+
+    def release(self, releases: Sequence[Release]) -> None:
+        if isinstance(self._client, ReleasesPrefixes):
+            self._client.release(releases)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         ids = self._client.encode(text, parse_special=parse_special)

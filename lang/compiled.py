@@ -188,6 +188,7 @@ def recorded(nodes: Sequence[Node], session: Session, batch: BatchStart | None) 
     reading = Recorder(session, batch, critical_path(nodes))
     for node in nodes:
         reading.append(node)
+    reading.close()
     return reading
 
 
@@ -213,4 +214,5 @@ def _interpreted(nodes: Sequence[Node], session: Session) -> Interpreter:
                 )
             case Call():
                 reading.call(node.name, node.function, node.arguments, node.line)
+    reading.close()
     return reading

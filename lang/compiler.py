@@ -44,8 +44,8 @@ from .ir import (
 from .meta import Meta
 from .placeholders import Arg, Holes, Placeholder, Ref, refs_of
 from .program import Given, Item, Parameter, Program, check_depth
-from .session import Sink
 from .state import ProgramState
+from .streams import Sink
 from .trace import NodeMaker
 from .writer import StateWriter
 

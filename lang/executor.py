@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from palmette.runtime.request import ErrorInfo, Finish, Output, Request, Usage
+from palmette.runtime.request import ErrorInfo, Finish, Output, Release, Request, Usage
 
 from .calls import GenCall, PendingCall, Result, SelectCall, continue_with
 from .content import Content, Encoder, end_of, extend, splice, text_of
@@ -36,6 +36,7 @@ from .ir import (
     ValueId,
 )
 from .outlook import BatchStart, Lookahead, Outlook
+from .releases import Releases
 from .streams import Issue, Stream, request_of
 
 NOTHING_AHEAD = Outlook()
@@ -119,10 +120,36 @@ class ProgramRun:
         self._calls: dict[str, tuple[Gen | Select, PendingCall]] = {}  # request id -> its call
         self._calls_by_value: dict[ValueId, PendingCall] = {}
         self._ready: deque[Node] = deque()
+        self._is_closed = False
+        self._releases = Releases(
+            run_id, encoder=encoder, lookahead=self._lookahead, contents=self._contents
+        )
 
     def append(self, node: Node) -> None:
         """Record one more node; nothing happens before `start`."""
+        if self._is_closed:
+            self._is_closed = False
+            self._lookahead.close(False)
+            self._releases.reopen()
         self._nodes.append(node)
+
+    def close(self) -> None:
+        """All nodes are recorded."""
+        self._is_closed = True
+        self._lookahead.close()
+
+    def leave(self, fork: StateId, tip: StateId) -> None:
+        """Nobody writes behind `tip`, of a branch of `fork`, any more. Any thread may call it."""
+        self._releases.leave(fork, tip)
+
+    def take_releases(self, *, is_over: bool = False) -> list[Release]:
+        """What its prompts are done with since the last call.
+
+        `is_over`: nobody wants its results; requests that are open are going to be aborted.
+        """
+        if is_over or (self._is_closed and self.is_done):
+            self._releases.end()
+        return self._releases.take()
 
     @property
     def nodes(self) -> list[Node]:
@@ -148,13 +175,21 @@ class ProgramRun:
         is_complete = call.on_output(output)
         if output.finish is not None:
             del self._calls[output.request_id]
+            self._releases.ended(call.request_of(output), output)
         if not is_complete:
             again = call.take_again()
             for issue in again:
                 self._calls[request_of(issue).request_id] = (node, call)
             return again
         self.records.append(record_of(node, call.all_streams))
-        self._finish(node, close_call(node, call, self._contents[node.source]))
+        outcome = close_call(node, call, self._contents[node.source])
+        self._finish(node, outcome)
+        if isinstance(outcome, ProgramError):
+            issues = self._advance()  # what hangs on it will not come
+            self._releases.over(node)
+            return issues
+        if self._is_closed and not call.has_told_last_use:
+            self._releases.over(node)
         return self._advance()
 
     def content(self, state: StateId) -> Content | ProgramError | None:
@@ -272,6 +307,7 @@ class ProgramRun:
             self._finish(node, call)
             return []
         self._calls_by_value[node.value] = call
+        self._releases.sent()
         requests = [stream.request for stream in call.streams]
         for request in requests:
             self._calls[request.request_id] = (node, call)

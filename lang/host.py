@@ -87,9 +87,13 @@ class Host:
 
     def __del__(self) -> None:
         # No state is left: nobody can read what still runs.
-        if self.session is not None and not self.reading.is_done:
-            for sink in self.reading.sinks:
-                self.session.abandon(sink)
+        if self.session is None:
+            return
+        if self.reading.is_done:
+            self.reading.close()
+            return
+        for sink in self.reading.sinks:
+            self.session.abandon(sink)
 
     @property
     def watched(self) -> tuple[object, ...]:

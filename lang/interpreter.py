@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from palmette.runtime.request import ErrorInfo, Output
+from palmette.runtime.request import ErrorInfo, Output, Release
 
 from .calls import PendingCall, Result, continue_with
 from .choices import ChoicesMethod
@@ -42,8 +42,8 @@ from .ir import (
     ValueId,
 )
 from .meta import Meta
-from .session import Session, Sink
-from .streams import Issue
+from .session import Session
+from .streams import Issue, Sink
 from .trace import progress_of
 from .unable import check_node
 
@@ -59,9 +59,18 @@ class Interpreter:
         self.records: list[CallRecord] = []
         self.error: ProgramError | None = None
         self._run_id = session.new_run_id()
+        self._is_closed = False
         self._contents: list[Content | ProgramError] = [session.root]
         self._results: list[Result | ProgramError] = []
         assert len(self._contents) == ROOT + 1
+
+    def leave(self, fork: StateId, tip: StateId) -> None:
+        """The end of the program will release it."""
+
+    def close(self) -> None:
+        if self.records and not self._is_closed:
+            self._is_closed = True
+            self.session.release([Release(program=self._run_id, ends_program=True)])
 
     def extend(self, source: StateId, piece: Piece, line: Line) -> StateId:
         node = Extend(source, StateId(len(self._contents)), piece, line)
@@ -208,6 +217,9 @@ class _OneCall:
     def on_output(self, output: Output) -> list[Issue]:
         self.is_done = self._call.on_output(output)
         return self._call.take_again()
+
+    def take_releases(self, *, is_over: bool = False) -> list[Release]:
+        return []
 
     def fail_calls(self, message: str) -> list[Issue]:
         self.failure = ErrorInfo(code="internal", message=message)

@@ -22,13 +22,20 @@ _MOST_FORKS = 4  # the nearest above a call that it tells of
 class SharedStart:
     """The tokens that several prompts have in common at their beginning, as far as seen."""
 
-    __slots__ = ("_ids",)
+    __slots__ = ("_ids", "_num_met")
 
     def __init__(self) -> None:
         self._ids: tuple[int, ...] | None = None
+        self._num_met = 0
+
+    @property
+    def length(self) -> int | None:
+        """How many tokens all have in common; None before there are two."""
+        return len(self._ids) if self._ids is not None and self._num_met > 1 else None
 
     def meet(self, prompt: tuple[int, ...]) -> int:
         """How many tokens `prompt` shares with all before it; 0 for the first."""
+        self._num_met += 1
         if self._ids is None:
             self._ids = prompt
             return 0
@@ -54,15 +61,20 @@ class Outlook(NamedTuple):
     uses: int = 0  # requests that will begin with its prompt
     group: str | None = None  # branches of the nearest fork
     shared: tuple[tuple[SharedStart, int], ...] = ()  # and how many will begin with that
+    is_last: bool = False  # of the calls that the line it is on leads to; all are written
+    ends_program: bool = False  # and of all calls of its program
 
     def of_choices(self, prompt: tuple[int, ...], count: int) -> list[ReuseHint]:
         """For `count` requests with one prompt, in order: the others after one are uses to come."""
-        prefixes = self._prefixes(prompt)
+        met = self._meet(prompt)
+        prefixes, keep = self._prefixes(met), self._kept(met, len(prompt))
         return [
             ReuseHint(
                 group=self.group,
                 future_uses=self.uses + later,
                 prefixes=_with_later(prefixes, later),
+                keep_tokens=len(prompt) if later and keep is not None else keep,
+                ends_program=self.ends_program and keep is not None and not later,
             )
             for later in reversed(range(count))
         ]
@@ -74,15 +86,34 @@ class Outlook(NamedTuple):
 
         What one of them alone shares with other calls is not told: the others are shorter, maybe.
         """
-        prefixes = ((start, self.uses), *self._prefixes(prompt[:start]))
+        met = self._meet(prompt[:start])
+        prefixes, keep = ((start, self.uses), *self._prefixes(met)), self._kept(met, start)
         return [
-            ReuseHint(group=group, prefixes=_with_later(prefixes, later))
+            ReuseHint(
+                group=group,
+                prefixes=_with_later(prefixes, later),
+                keep_tokens=None if later else keep,
+                ends_program=self.ends_program and keep is not None and not later,
+            )
             for later in reversed(range(count))
         ]
 
-    def _prefixes(self, prompt: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        met = [(start.meet(prompt), uses) for start, uses in self.shared]
+    def _meet(self, prompt: tuple[int, ...]) -> list[tuple[int, int]]:
+        return [(start.meet(prompt), uses) for start, uses in self.shared]
+
+    def _prefixes(self, met: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         return tuple((length, uses) for length, uses in met if length and uses > self.uses)
+
+    def _kept(self, met: Sequence[tuple[int, int]], length: int) -> int | None:
+        """How much of a prompt is to be used when this call has ended; None: that is not known."""
+        if not self.is_last:
+            return None
+        if self.uses:
+            return length
+        for shared, uses in met:
+            if uses:
+                return shared or None
+        return 0 if self.ends_program else None
 
 
 def _with_later(prefixes: Sequence[tuple[int, int]], later: int) -> tuple[tuple[int, int], ...]:
@@ -118,6 +149,30 @@ class Lookahead:
         self._root = _Segment(None, [ROOT])
         self._segments: dict[StateId, _Segment] = {ROOT: self._root}
         self._open: dict[StateId, int] = {}  # by the state that a call makes: its requests
+        self._is_complete = False
+
+    def close(self, is_complete: bool = True) -> None:
+        """Whether all nodes are written, so that what none goes on from is over."""
+        self._is_complete = is_complete
+
+    def shared_length(self, fork: StateId) -> int | None:
+        """How many tokens the calls behind a fork begin with alike; None: that is not known."""
+        segment = self._segments.get(fork)
+        is_fork = segment is not None and segment.states[-1] == fork and segment.children
+        return segment.start.length if segment is not None and is_fork else None
+
+    def kept_length(self, state: StateId) -> int | None:
+        """How many tokens of what begins with a state that is over are still to be used.
+
+        None: all of them, or that is not known.
+        """
+        segment: _Segment | None = self._segments[state]
+        if segment is None or segment.num_open:
+            return None
+        above = segment.parent
+        while self._is_complete and above is not None and not above.num_open:
+            above = above.parent
+        return None if above is None else above.start.length
 
     def note(self, node: Node) -> None:
         """One more node was written; what it goes on from was noted before."""
@@ -150,7 +205,14 @@ class Lookahead:
             self._has_called = True
             shared.append((self._batch, self._batch.num_left + self._root.num_open))
         group = f"{self._run_id}-s{forks[0].states[-1]}" if forks else None  # no call's id
-        return Outlook(self._segments[node.source].num_open, group, tuple(shared))
+        is_last = self._is_complete and segment.num_open == 0
+        return Outlook(
+            self._segments[node.source].num_open,
+            group,
+            tuple(shared),
+            is_last,
+            is_last and self._root.num_open == 0,
+        )
 
     def _add(self, segment: _Segment, count: int) -> None:
         place: _Segment | None = segment

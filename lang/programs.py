@@ -20,7 +20,7 @@ from .session import Session
 from .started import StartedState
 from .state import ProgramState
 from .task import Task
-from .trace import Recorder
+from .trace import Reading, Recorder
 
 if TYPE_CHECKING:
     from .backends import Backend
@@ -144,7 +144,7 @@ def _start(
     eager: bool = False,
     batch: BatchStart | None = None,
 ) -> ProgramState:
-    reading = Interpreter(session) if eager else Recorder(session, batch)
+    reading: Reading = Interpreter(session) if eager else Recorder(session, batch)
     host = Host(
         reading=reading,
         session=session,
@@ -153,7 +153,14 @@ def _start(
         num_spec=call.num_spec,
     )
     inner = ProgramState(host)
-    host.task = Task(session, lambda: call.func(inner, *call.args, **call.kwargs))
+
+    def body() -> object:
+        try:
+            return call.func(inner, *call.args, **call.kwargs)
+        finally:
+            reading.close()
+
+    host.task = Task(session, body)
     host.task.watched = host.watched
     state = StartedState(inner)
     session.resume(host.task)

@@ -76,6 +76,7 @@ class Rehearsal:
             self._client.runs[reading.run.run_id] = index
             for node in nodes:
                 reading.append(node)
+            reading.close()
             readings.append(reading)
         for reading in readings:
             reading.finish()
@@ -100,6 +101,7 @@ class _Client:
         self.info = self._local.info
         self.flush_cache = self._local.flush_cache
         self.close = self._local.close
+        self.release = self._local.release
 
     def submit(self, requests: Sequence[Request]) -> None:
         rewritten = []

@@ -12,13 +12,12 @@ import json
 import queue
 import re
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
-import msgspec
 
 from palmette.runtime.faults import deadline_passed
 from palmette.runtime.request import (
@@ -27,6 +26,7 @@ from palmette.runtime.request import (
     Finish,
     FinishReason,
     Output,
+    Release,
     Request,
     RequestError,
 )
@@ -37,9 +37,17 @@ from .executor import program_error
 from .forecast import Forecast
 from .program import Program
 from .reaching import unreachable
+from .release_sender import ReleaseSender
 from .served import RunRequest
-from .sse import DONE, data_lines_async
-from .wire import MAX_TEXTS, Batch, batches_of, engine_info, error_of, error_of_event
+from .sse import json_events
+from .wire import (
+    MAX_TEXTS,
+    Batch,
+    batches_of,
+    engine_info,
+    error_of,
+    error_of_event,
+)
 
 T = TypeVar("T")
 _MAX_STREAMS = 64  # at once, as many as an engine runs; more wait here, not at the server
@@ -83,6 +91,7 @@ class HttpClient:
         self._jobs: set[asyncio.Task[None]] = set()  # streams and aborts
         self._batches: dict[str, tuple[Batch, asyncio.Task[None]]] = {}  # by unfinished request
         self._runs: dict[str, asyncio.Task[None]] = {}  # of programs, by their request
+        self._releases = ReleaseSender(self._call_async)
         self._programs: set[str] = set()  # that the server has
         self._runs_programs = True  # as far as known
         self._is_closed = False
@@ -110,6 +119,14 @@ class HttpClient:
         ids = [request_id for request_id in request_ids if request_id in self._open]
         if ids and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._start_abort, ids)
+
+    def release(self, releases: Sequence[Release]) -> None:
+        """Told to a server of Palmette's, soon and with few calls; nobody waits for it."""
+        if self._info is None or not self._info.version or self._loop.is_closed():
+            return
+        self._releases.add(releases)
+        with suppress(RuntimeError):  # it was closed just now
+            self._loop.call_soon_threadsafe(lambda: self._add_job(self._releases.run()))
 
     def poll(self) -> list[Output]:
         if not self._open:
@@ -263,7 +280,7 @@ class HttpClient:
             if response.status_code != 200:
                 await response.aread()
                 raise _refused(response)
-            async for event in _events(response):
+            async for event in json_events(response.aiter_bytes()):
                 if "error" in event and "event" not in event:
                     raise _Refused(200, error_of_event(event))
                 output = request.output(event)
@@ -329,6 +346,9 @@ class HttpClient:
     async def _shut_down(self) -> None:
         """End streams and calls; whoever waits for them hears of it."""
         await asyncio.sleep(0)  # what was submitted begins, so that it has an end
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_S):
+                await self._releases.send()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel(CLOSED)
@@ -409,7 +429,7 @@ class HttpClient:
             if response.status_code != 200:
                 await response.aread()
                 raise _refused(response)
-            async for event in _events(response):
+            async for event in json_events(response.aiter_bytes()):
                 if "error" in event:
                     raise _Refused(200, error_of_event(event))
                 output = batch.output(event)
@@ -491,14 +511,3 @@ def _json(body: Mapping[str, object] | bytes | None) -> dict[str, Any]:
         "content": well_formed(text).encode(),
         "headers": {"content-type": "application/json"},
     }
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of server-sent events, without the [DONE] at their end."""
-    async for data in data_lines_async(response.aiter_bytes()):
-        if data == DONE:
-            continue
-        event: object = msgspec.json.decode(data)
-        if not isinstance(event, dict):
-            raise ValueError("an event of the server is not a JSON object")
-        yield event

@@ -19,6 +19,7 @@ from palmette.runtime.request import (
     Finish,
     FinishReason,
     Output,
+    Release,
     Request,
     SamplingParams,
     Usage,
@@ -117,6 +118,7 @@ def serve_program(
     reading = Recorder(session, run=ServedRun(session, request))
     for node in nodes:
         reading.append(node)
+    reading.close()
     return reading
 
 
@@ -134,6 +136,7 @@ class _Growing:
     """A call under way on the server."""
 
     streams: list[Stream] = []  # noqa: RUF012 (none: they are the server's)
+    has_told_last_use = True
 
     def __init__(self) -> None:
         self.text = ""
@@ -147,6 +150,9 @@ class _Growing:
 
     def take_again(self) -> list[Issue]:
         return []
+
+    def request_of(self, output: Output) -> Request:
+        raise AssertionError(output)
 
     def on_output(self, output: Output) -> bool:
         raise AssertionError(output)  # events of a run go to the run
@@ -189,6 +195,10 @@ class ServedRun(ProgramRun):
         if output.finish is not None:
             missing = ErrorInfo(code="http", message="the server told nothing of this call")
             self._fail_awaited(output.error or missing)
+        return []
+
+    def take_releases(self, *, is_over: bool = False) -> list[Release]:
+        """None: the server knows what its runs are done with."""
         return []
 
     def pending(self, value: ValueId) -> PendingCall | None:

@@ -18,14 +18,15 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from palmette.runtime.client import EngineClient
+from palmette.runtime.client import EngineClient, ReleasesPrefixes
 from palmette.runtime.request import (
     ErrorInfo,
     Finish,
     FinishReason,
     Output,
+    Release,
     Request,
     RequestError,
     check_request,
@@ -34,7 +35,7 @@ from palmette.runtime.request import (
 from .chat import ChatFormat
 from .content import Content, Encoder, start
 from .errors import BackendError
-from .streams import Issue, Later, request_of
+from .streams import Issue, Later, Sink, request_of
 from .task import (
     ELSEWHERE,
     INTERRUPTED,
@@ -49,16 +50,6 @@ from .unable import Judge
 
 if TYPE_CHECKING:
     from .driver import AsyncDriver
-
-
-class Sink(Protocol):
-    """Where the outputs of a request go: a ProgramRun, or a single call of the interpreter."""
-
-    def start(self) -> list[Issue]: ...
-
-    def on_output(self, output: Output) -> list[Issue]: ...
-
-    def fail_calls(self, message: str) -> list[Issue]: ...
 
 
 class Session:
@@ -178,6 +169,7 @@ class Session:
                     new.start()  # what was recorded and not looked at is given up too
             for sink in sinks.values():
                 sink.fail_calls(INTERRUPTED)
+                self.tell_releases(sink, is_over=True)
                 self.notify(sink)
             for task in tasks:
                 self.notify(task)
@@ -234,6 +226,7 @@ class Session:
         else:
             self._abort({id(one)})
             self._new.pop(id(one), None)
+            self.tell_releases(one, is_over=True)
 
     def _abort(self, keys: set[int]) -> dict[int, Sink]:
         """Take the requests of sinks out of the books, and stop them; the sinks that had some."""
@@ -254,6 +247,15 @@ class Session:
                 self._end(sink)
                 sink.fail_calls(INTERRUPTED)
                 self.notify(sink)
+
+    def tell_releases(self, sink: Sink, *, is_over: bool = False) -> None:
+        """Tell the backend what a program is done with."""
+        self.release(sink.take_releases(is_over=is_over))
+
+    def release(self, releases: Sequence[Release]) -> None:
+        """`EngineClient.submit`'s counterpart, where the backend keeps prefixes. Never waits."""
+        if releases and isinstance(self.client, ReleasesPrefixes):
+            self.client.release(releases)
 
     def resume(self, task: Waiter) -> None:
         """Run a body until it waits or ends, and tell those who wait for it.
@@ -363,6 +365,7 @@ class Session:
                 self._later.append((time.monotonic() + issue.after_s, request))
             else:
                 self._outbox.append(request)
+        self.tell_releases(sink)
 
     def _queue_due(self) -> None:
         """What was to go out later and is due."""

@@ -8,6 +8,9 @@ break. One event is one `data:` line here, as every server of language models se
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import msgspec
 
 DONE = b"[DONE]"  # the data of the last event, where a server sends one
 
@@ -53,3 +56,14 @@ async def data_lines_async(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]
             yield data
     for data in lines.flush():
         yield data
+
+
+async def json_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of server-sent events, without the [DONE] at their end."""
+    async for data in data_lines_async(chunks):
+        if data == DONE:
+            continue
+        event: object = msgspec.json.decode(data)
+        if not isinstance(event, dict):
+            raise ValueError("an event of the server is not a JSON object")
+        yield event

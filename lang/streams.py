@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from palmette.constrained.spec import ConstraintIssue
 from palmette.runtime.reasoning import ReasoningSplit
@@ -13,6 +13,7 @@ from palmette.runtime.request import (
     Finish,
     FinishReason,
     Output,
+    Release,
     Request,
     SamplingParams,
     Timing,
@@ -48,6 +49,20 @@ def sampling_alone(request: Request) -> SamplingParams:
     if request.choice_index == 0:
         return request.sampling
     return other_seed(request.sampling, f"choice {request.choice_index}")
+
+
+class Sink(Protocol):
+    """Where the outputs of a request go: a ProgramRun, or a single call of the interpreter."""
+
+    def start(self) -> list[Issue]: ...
+
+    def on_output(self, output: Output) -> list[Issue]: ...
+
+    def fail_calls(self, message: str) -> list[Issue]: ...
+
+    def take_releases(self, *, is_over: bool = False) -> list[Release]:
+        """What its program is done with; `is_over`: with all of it."""
+        ...
 
 
 class Stream:

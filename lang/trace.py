@@ -30,12 +30,21 @@ from .ir import (
 )
 from .meta import Meta
 from .outlook import BatchStart
-from .session import Session, Sink
+from .session import Session
+from .streams import Sink
 from .unable import check_node
 
 
 class Reading(Protocol):
     """How operations are taken: recorded (`Recorder`) or run at once (`Interpreter`)."""
+
+    def leave(self, fork: StateId, tip: StateId) -> None:
+        """Nobody writes behind `tip`, of a branch of `fork`, any more. Any thread may call it."""
+        ...
+
+    def close(self) -> None:
+        """Nobody writes any more."""
+        ...
 
     @property
     def sinks(self) -> tuple[Sink, ...]:
@@ -143,6 +152,12 @@ class NodeMaker:
     def append(self, node: Node) -> None:
         raise NotImplementedError
 
+    def leave(self, fork: StateId, tip: StateId) -> None:
+        """Nothing to release."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
     def extend(self, source: StateId, piece: Piece, line: Line) -> StateId:
         target = StateId(self._next_state)
         self._next_state += 1
@@ -210,6 +225,13 @@ class Recorder(NodeMaker):
             ranks=ranks,
         )
         self._makers: list[Extend | Gen | Select] = []  # [state id - 1] -> what made the state
+
+    def leave(self, fork: StateId, tip: StateId) -> None:
+        self.run.leave(fork, tip)
+
+    def close(self) -> None:
+        self.run.close()
+        self.session.tell_releases(self.run)
 
     @property
     def sinks(self) -> tuple[Sink, ...]:

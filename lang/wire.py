@@ -19,6 +19,7 @@ from palmette.runtime.request import (
     FinishReason,
     Limits,
     Output,
+    Release,
     Request,
     ReuseHint,
     Timing,
@@ -29,6 +30,7 @@ from palmette.runtime.request import (
 from .streams import sampling_alone
 
 MAX_TEXTS = 128  # in one call
+MAX_RELEASES = 1024
 
 
 @dataclass(slots=True)
@@ -218,7 +220,29 @@ def _hints(last: ReuseHint) -> dict[str, object]:
         body["cache_future_uses"] = last.future_uses
     if last.prefixes:
         body["cache_prefixes"] = [list(prefix) for prefix in last.prefixes]
+    if last.keep_tokens is not None:
+        body["cache_keep_tokens"] = last.keep_tokens
+    if last.ends_program:
+        body["cache_program_ends"] = True
     return body
+
+
+def release_bodies(releases: Sequence[Release]) -> Iterator[dict[str, object]]:
+    """The POSTs of releases: one for each namespace and `MAX_RELEASES` of them."""
+    groups: dict[tuple[str, ...], list[Release]] = {}
+    for release in releases:
+        groups.setdefault(release.namespace, []).append(release)
+    for namespace, group in groups.items():
+        for begin in range(0, len(group), MAX_RELEASES):
+            told = [_release(one) for one in group[begin : begin + MAX_RELEASES]]
+            yield {"releases": told, "extra_key": "\0".join(namespace)}
+
+
+def _release(release: Release) -> dict[str, object]:
+    body: dict[str, object] = {"program": release.program}
+    if release.prompt_ids:
+        body |= {"input_ids": list(release.prompt_ids), "keep_tokens": release.keep_tokens}
+    return body | ({"ends_program": True} if release.ends_program else {})
 
 
 def _sampling(request: Request, *, num_choices: int, knows_index: bool) -> dict[str, object]:

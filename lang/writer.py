@@ -25,6 +25,7 @@ from .expressions import (
 from .host import Bound, Gathered, Host, Thought, Turn, caller_line
 from .ir import ROOT, GenOptions, Insert, Line, Splice, StateId, Text, Tokens, ValueId
 from .scopes import CopyScope, RoleScope, VariableScope
+from .trace import Reading
 from .unable import misplaced
 
 Forker: TypeAlias = "Callable[[int], Expr | str] | Sequence[Expr | str]"
@@ -35,23 +36,34 @@ T = TypeVar("T")
 class Cursor:
     """Where a state stands; states that are the same to their readers share one."""
 
-    __slots__ = ("role", "role_base", "state")
+    __slots__ = ("_left", "_reading", "base", "role", "role_base", "state")
 
-    def __init__(self) -> None:
+    def __init__(self, reading: Reading) -> None:
         self.state = ROOT
+        self.base = ROOT  # where this fork began
         self.role: str | None = None
         self.role_base = ROOT
+        self._reading = reading
+        self._left = ROOT  # where it was when it was left
+
+    def __del__(self) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Nobody goes on from here."""
+        if self.base != ROOT and self.state not in (self.base, self._left):
+            self._left = self.state
+            self._reading.leave(self.base, self.state)
 
 
 class StateWriter:
     """A place in the graph of operations, the variables bound so far, and the open role."""
 
-    __slots__ = ("_at", "_base", "_branch", "_host", "_turns", "_variables")
+    __slots__ = ("_at", "_branch", "_host", "_turns", "_variables")
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._at = Cursor()
-        self._base = ROOT  # where this fork began
+        self._at = Cursor(host.reading)
         self._branch = ""  # which fork of which, for `explain`
         self._variables: dict[str, object] = {}
         self._turns: list[Turn] = []
@@ -70,7 +82,7 @@ class StateWriter:
 
     def _follow(self, other: StateWriter) -> None:
         """Be the same state as another one from now on."""
-        self._at, self._base, self._branch = other._at, other._base, other._branch
+        self._at, self._branch = other._at, other._branch
         self._variables, self._turns = other._variables, other._turns
 
     def __iadd__(self, other: Expr | str) -> Self:
@@ -193,7 +205,7 @@ class StateWriter:
     def _child(self, index: int, size: int) -> Self:
         child = self._new()
         child._branch = f"{self._branch}, fork {index}/{size}".removeprefix(", ")
-        child._at.state = child._base = self._state
+        child._at.state = child._at.base = self._state
         child._variables = dict(self._variables)
         child._turns = list(self._turns)
         child._at.role, child._at.role_base = self._at.role, self._at.role_base
@@ -384,11 +396,13 @@ class ProgramStateGroup(Generic[S]):
         elif mode == "concate_and_append":
             line = caller_line()
             for state in self.states:
-                self.src_state._splice(state._base, state._state, line)
+                self.src_state._splice(state._at.base, state._state, line)
         else:
             raise ValueError(
                 f"join mode {mode!r} is not known; use 'gather_variable' or 'concate_and_append'"
             )
+        for state in self.states:
+            state._at.leave()
 
     def _gather(self) -> None:
         source = self.src_state._variables

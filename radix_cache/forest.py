@@ -12,9 +12,10 @@ from math import inf
 
 from . import audit
 from .claims import Claims
+from .holds import Holds
 from .ledger import Eviction, Miss, MissReason, TokenCounts
 from .misses import Misses, TokenBytes
-from .node import TOKEN_BYTES, Lease, Node, Use, encode, walk_down
+from .node import TOKEN_BYTES, Holder, Lease, Node, Use, encode, walk_down
 from .pages import PageAllocator, PagesExhausted
 from .pins import Pin, Pins
 from .policy import is_evictable_leaf, policy_named
@@ -66,6 +67,7 @@ class Forest:
         )
         self._pins = Pins(num_pages=num_pages, share=pin_share)
         self._misses = Misses(page_size, token_bytes)
+        self._holds = Holds()
         self._timer = timer
         self.on_evict: Callable[[Node, int], None] | None = None
         self.on_keep: Callable[[Node], None] | None = None
@@ -89,6 +91,16 @@ class Forest:
     @property
     def num_pinned_pages(self) -> int:
         return self._pins.num_pages
+
+    @property
+    def num_released_pages(self) -> int:
+        """Pages that no program wants any more, and nobody else has used."""
+        return self._holds.num_pages
+
+    @property
+    def num_released_tokens(self) -> int:
+        """Tokens of all pages that ever were."""
+        return self._holds.num_tokens
 
     def match(self, ids: Sequence[int], namespace: Namespace = ()) -> int:
         """How many tokens `acquire` would find now. Changes nothing, use times included."""
@@ -209,11 +221,27 @@ class Forest:
 
     def _lock(self, tail: Node, use: Use) -> None:
         self._clock += 1
+        holder, tenant = self._holder(tail, use), tenant_at(tail)
         for node in tail.path():
             if node.locks == 0:
                 self._num_evictable -= len(node.pages)
             node.locks += 1
             node.note_use(use, self._clock)
+            if node.size:
+                self._holds.use(node, use, holder, tenant)
+
+    def _start_use(self, node: Node, use: Use, clock: int) -> Holder | None:
+        """A lease has made a node; whose it is."""
+        holder = self._holder(node, use)
+        node.start_use(use, clock)
+        self._holds.use(node, use, holder, tenant_at(node))
+        return holder
+
+    def _holder(self, node: Node, use: Use) -> Holder | None:
+        if not use.program:
+            return None
+        *_, root = node.path()
+        return self._holds.holder(tenant_at(root), (root.namespace, use.program))
 
     def _allocate(self, count: int, tenant: Tenant, owner: str) -> list[int]:
         """`count` pages; the caller has checked that they can be had."""
@@ -228,7 +256,7 @@ class Forest:
 
     def _evict(self, num_pages: int, tenant: Tenant | None, owner: str, wanted: int = 0) -> int:
         name = () if tenant is None else tenant.name
-        eviction, freed = Eviction(self._timer(), name, owner), 0
+        now, freed = self._timer(), 0
         while freed < num_pages:
             victim = self._tenants.victim(tenant, wanted)
             if victim is None:
@@ -236,9 +264,12 @@ class Forest:
             node, most = victim
             count = min(most, num_pages - freed)
             keep = len(node.pages) - count
+            was_released = node.released_by is not None
             self.counts.evicted_tokens += count * self.page_size
+            self.counts.evicted_released_tokens += was_released * count * self.page_size
             if self.on_evict is not None:
                 self.on_evict(node, keep)
+            eviction = Eviction(now, name, owner, was_released)
             self._misses.note_eviction(node, keep, eviction)
             self._num_evictable -= count
             self._trim(node, keep)
@@ -308,12 +339,14 @@ class Forest:
         node.children[edge[: self._page_bytes]] = child
         return child
 
-    def _touch(self, node: Node, tail: Node) -> None:
+    def _touch(self, node: Node, tail: Node, use: Use) -> None:
         """Mark the nodes from `node` up to below `tail` as used now."""
+        holder, tenant = self._holder(node, use), tenant_at(node)
         for used in node.path():
             if used is tail:
                 break
             used.last_use = self._clock
+            self._holds.use(used, use, holder, tenant)
             if is_evictable_leaf(used):
                 self._tenants.push(used)
 
@@ -348,6 +381,7 @@ class Forest:
         self.num_trims += 1
         num_cached = node.ready // self.page_size
         self._claims.num_cached_pages -= max(0, num_cached - keep)
+        self._holds.trimmed(node, len(node.pages) - keep, is_gone=keep == 0)
         self._free(tenant_at(node), node.pages[keep:])
         parent = node.parent
         assert parent is not None

@@ -19,6 +19,7 @@ class MissReason(StrEnum):
     NEVER_SEEN = "never_seen"  # or flushed, damaged, or evicted long ago: nothing is known of it
     PAGE_ROUNDING = "page_rounding"  # less than a page is missing, seen or not
     EVICTED = "evicted"  # was there, recently
+    RELEASED = "released_by_program"  # the same, and no program wanted it any more
     OTHER_NAMESPACE = "other_namespace"  # the same tenant has it, under another salt
     TOKEN_BOUNDARY = "token_boundary"  # noqa: S105 - the same text is there, cut into other tokens
     MATCH_LIMIT = "match_limit"  # max_match
@@ -39,6 +40,7 @@ class TokenCounts:
     written_tokens: int = 0  # published, recomputation included
     lost_tokens: int = 0  # claimed, then dropped unpublished
     evicted_tokens: int = 0
+    evicted_released_tokens: int = 0  # of these: no program wanted them any more
     duplicate_tokens: int = 0  # released pages that the tree had from somebody else
     misses: dict[MissReason, int] = field(default_factory=dict)
 
@@ -50,11 +52,12 @@ class Eviction:
     at_s: float
     tenant: tuple[str, ...]  # of whoever needed the page
     owner: str  # the request that needed it; empty when nobody did
+    was_released: bool = False  # its programs had said that they are done with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miss:
-    """Why a lease found no more; `eviction` with the reason EVICTED only."""
+    """Why a lease found no more; `eviction` with the reasons EVICTED and RELEASED only."""
 
     reason: MissReason
     eviction: Eviction | None = None

@@ -59,7 +59,8 @@ class Misses:
         if edge_bytes == len(node.edge):
             eviction = self.evicted.get(node, data[depth : depth + self._page_bytes])
             if eviction is not None:
-                return Miss(reason=MissReason.EVICTED, eviction=eviction)
+                reason = MissReason.RELEASED if eviction.was_released else MissReason.EVICTED
+                return Miss(reason=reason, eviction=eviction)
         if self._is_cut_otherwise(node, edge_bytes, data, depth):
             return Miss(reason=MissReason.TOKEN_BOUNDARY)
         for root in islice(siblings.values(), _MAX_LOOKS):

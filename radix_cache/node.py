@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .tenants import Tenant
 
 TOKEN_BYTES = 4
+ProgramKey = tuple[tuple[str, ...], str]  # namespace, name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Use:
     """What whoever uses a prefix knows about it; policies of eviction read it off the nodes."""
 
     owner: str = ""  # request id, for the ledger
+    program: str = ""  # that may say when it is done with the prefix; "": nobody may
     priority: int = 0
     future_uses: int = 0  # later leases that will begin with these tokens
     prefixes: tuple[tuple[int, int], ...] = ()  # (n, uses): that will begin with the first n
@@ -47,6 +49,16 @@ class Use:
 
 
 PLAIN_USE = Use()
+
+
+class Holder:
+    """A program, and the nodes that it may begin with again."""
+
+    __slots__ = ("key", "nodes")
+
+    def __init__(self, key: ProgramKey) -> None:
+        self.key = key
+        self.nodes: set[Node] = set()
 
 
 @lru_cache(4096)
@@ -72,12 +84,15 @@ def decode(data: bytes | bytearray) -> tuple[int, ...]:
 
 class Node:
     __slots__ = (
+        "announced",
         "children",
         "claimed",
         "digests",
         "edge",
         "expires_at",
         "future_uses",
+        "holds",
+        "is_public",
         "last_use",
         "locks",
         "namespace",
@@ -87,6 +102,7 @@ class Node:
         "pins",
         "priority",
         "ready",
+        "released_by",
         "size",
         "start",
         "tenant",
@@ -106,7 +122,11 @@ class Node:
         self.last_use = 0  # logical clock
         self.num_uses = 0  # leases that began with it
         self.priority = 0  # the highest of its users
-        self.future_uses = 0  # leases that are still announced
+        self.announced = 0  # leases that are still to come outside of programs
+        self.holds: dict[Holder, int] = {}  # by program: leases that it has announced
+        self.future_uses = 0  # the sum of both
+        self.is_public = False  # used outside of programs: nobody can say that it is over
+        self.released_by: str | None = None  # the last program that was done with it
         self.expires_at = inf
         self.digests: list[bytes] | None = None  # of its pages, when `store` has asked
         self.namespace: tuple[str, ...] = ()  # of a root
@@ -123,19 +143,36 @@ class Node:
             yield node
             node = node.parent
 
+    @property
+    def is_timeless(self) -> bool:
+        return self.expires_at == inf
+
     def start_use(self, use: Use, clock: int) -> None:
         """Its first user made it."""
         self.num_uses, self.last_use = 1, clock
-        self.priority, self.future_uses = use.priority, use.uses_of(self.end)
-        self.expires_at = use.expires_at
+        self.priority, self.expires_at = use.priority, use.expires_at
 
     def note_use(self, use: Use, clock: int) -> None:
-        """One more lease begins with it: one of the uses that were announced, if any was."""
+        """One more lease begins with it."""
         self.num_uses += 1
         self.last_use = clock
         self.priority = max(self.priority, use.priority)
-        self.future_uses = max(self.future_uses - 1, use.uses_of(self.end), 0)
         self.expires_at = max(self.expires_at, use.expires_at)
+
+    def want(self, uses: int, holder: Holder | None) -> None:
+        """One of the uses that were announced has come, if any was; `uses` more are to come."""
+        before = self.announced if holder is None else self.holds.get(holder, 0)
+        self.announce(max(before - 1, uses), holder)
+
+    def announce(self, uses: int, holder: Holder | None) -> None:
+        """A program, or whoever uses it outside of one, will begin with it so often again."""
+        if holder is None:
+            self.future_uses += uses - self.announced
+            self.announced, self.is_public = uses, True
+        else:
+            self.future_uses += uses - self.holds.get(holder, 0)
+            self.holds[holder] = uses
+            holder.nodes.add(self)
 
     def split(self, num_tokens: int, num_pages: int) -> Node:
         """Cut the edge: a new parent takes the first `num_tokens`, this node keeps the rest.
@@ -150,6 +187,10 @@ class Node:
         upper.locks, upper.pins, upper.last_use = self.locks, self.pins, self.last_use
         upper.num_uses, upper.priority = self.num_uses, self.priority
         upper.future_uses, upper.expires_at = self.future_uses, self.expires_at
+        upper.announced, upper.is_public = self.announced, self.is_public
+        upper.holds, upper.released_by = dict(self.holds), self.released_by
+        for holder in upper.holds:
+            holder.nodes.add(upper)
         if self.digests is not None:
             upper.digests, self.digests = self.digests[:num_pages], self.digests[num_pages:]
         upper.ready, upper.claimed = min(self.ready, num_tokens), min(self.claimed, num_tokens)
@@ -180,6 +221,19 @@ def walk_down(node: Node, data: bytes, limit: int, page_bytes: int) -> tuple[Nod
         node = child
         depth += len(edge)
     return node, len(node.edge)
+
+
+def split_path(root: Node, data: bytes, page_bytes: int) -> tuple[Node, list[Node]]:
+    """The last node on the path of `data`, and the tops of what begins with all of `data`.
+
+    A node inside of which the path ends is a top itself.
+    """
+    node, edge_bytes = walk_down(root, data, len(data), page_bytes)
+    rest = data[node.start * TOKEN_BYTES + edge_bytes :]
+    if edge_bytes == len(node.edge):
+        return node, [child for child in node.children.values() if child.edge.startswith(rest)]
+    assert node.parent is not None  # a root has no edge
+    return node.parent, [node] if node.edge.startswith(rest, edge_bytes) else []
 
 
 def common_bytes(edge: bytes | bytearray, data: bytes, page_bytes: int) -> int:

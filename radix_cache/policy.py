@@ -11,6 +11,9 @@ holds the order: O(log n) per push and pop, and never a walk over the tree.
     program    what nobody waits for or has announced to use again, then what is only announced,
                the longest unused first; last what the queue waits for, the next to be used last
 
+Under each of them goes first what its programs have released (`holds.py`), the longest unused
+first.
+
 Sources: LFU, SLRU and priority as in SGLang's evict_policy.py; here protection in `slru` ages, so
 that a segment of what was popular once cannot fill the pool for ever.
 """
@@ -41,6 +44,13 @@ class EvictionPolicy(Protocol):
     nothing that ages."""
 
     def __call__(self, node: Node, /) -> Key: ...
+
+
+def released_first(policy: EvictionPolicy) -> EvictionPolicy:
+    def key(node: Node) -> Key:
+        return (1, *policy(node)) if node.released_by is None else (0, node.last_use)
+
+    return key
 
 
 def lru(node: Node) -> Key:
@@ -78,8 +88,10 @@ class Program:
     def __call__(self, node: Node) -> Key:
         wanted = None if self.foresight is None else self.foresight(node)
         if wanted is not None and wanted.num_tokens >= node.end:
-            return (2, *(-part for part in wanted.place), node.last_use)
-        return (node.future_uses > 0, node.last_use)
+            return (3, *(-part for part in wanted.place), node.last_use)
+        if node.released_by is not None:
+            return (0, node.last_use)
+        return (1 + (node.future_uses > 0), node.last_use)
 
     def num_unwanted(self, node: Node) -> int:
         """How many pages at the end of a leaf that is next nobody waits for; all, if none is."""
@@ -109,7 +121,8 @@ def policy_named(name: str, *, num_pages: int) -> EvictionPolicy:
         raise ValueError(
             f"eviction_policy: {name!r} is not known; use one of {', '.join(POLICY_NAMES)}"
         )
-    return _POLICIES[name](num_pages)
+    policy = _POLICIES[name](num_pages)
+    return policy if isinstance(policy, Program) else released_first(policy)
 
 
 def is_evictable_leaf(node: Node) -> bool:

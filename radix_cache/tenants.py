@@ -13,10 +13,11 @@ so while shares sum to no more than the pool, no tenant within its share loses a
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from math import inf
 
-from .node import Node
+from .node import Holder, Node, ProgramKey
 from .policy import EvictionPolicy, Key, LeafHeap, Program
 
 Namespace = tuple[str, ...]
@@ -27,7 +28,7 @@ def tenant_of(namespace: Namespace) -> Namespace:
 
 
 class Tenant:
-    __slots__ = ("leaves", "name", "num_pages", "num_pinned", "num_reserved", "roots")
+    __slots__ = ("leaves", "name", "num_pages", "num_pinned", "num_reserved", "programs", "roots")
 
     def __init__(self, name: Namespace, policy: EvictionPolicy) -> None:
         self.name = name
@@ -36,6 +37,7 @@ class Tenant:
         self.num_reserved = 0  # promised to pins of running requests
         self.leaves = LeafHeap(policy)
         self.roots: dict[Namespace, Node] = {}
+        self.programs: OrderedDict[ProgramKey, Holder] = OrderedDict()  # by their newest use
 
 
 class Tenants:
@@ -123,6 +125,10 @@ class Tenants:
             and (node.expires_at == inf or self._timed.holds(node))
             and (not self._is_limited or tenant is None or tenant.leaves.holds(node))
         )
+
+    def all(self) -> list[Tenant]:
+        """Those that hold something."""
+        return list(self._tenants.values())
 
     def check(self, pages: dict[Namespace, int]) -> None:
         """Raise AssertionError unless `pages`, counted anew by tenant, are what the books say."""

@@ -20,16 +20,19 @@ from .forest import Forest, tenant_at
 from .node import (
     PLAIN_USE,
     TOKEN_BYTES,
+    Holder,
     KeptPrefix,
     Lease,
     Node,
     TreeNode,
     Use,
     encode,
+    split_path,
     walk_down,
 )
 from .pages import PagesExhausted
 from .pins import PinQuotaExceeded
+from .policy import is_evictable_leaf
 from .tenants import Namespace
 
 __all__ = [
@@ -223,6 +226,69 @@ class RadixTree(Forest):
             data = bytes(lease._data)
             self.on_keep(walk_down(root, data, len(data), self._page_bytes)[0])
 
+    def release_path(
+        self, program: str, ids: Sequence[int], namespace: Namespace = (), *, keep: int = 0
+    ) -> int:
+        """A program begins no more leases with more than the first `keep` of `ids`.
+
+        What begins with all of `ids` is over with them. What other programs hold and what was used
+        outside of programs stays as it is. Returns how many pages nobody wants any more.
+        """
+        found = self._program(program, namespace)
+        if found is None:
+            return 0
+        root, holder = found
+        before, data = self._holds.num_pages, encode(ids)
+        keep_end = keep // self.page_size * self.page_size
+        node, below = split_path(root, data, self._page_bytes)
+        for top in below:
+            if top.start < keep_end:
+                self._split(top, (keep_end - top.start) * TOKEN_BYTES)
+            for dead in (*reversed(list(audit.walk(top))), top):  # children first
+                self._drop_hold(dead, holder)
+        while node.end > keep_end and not any(holder in c.holds for c in node.children.values()):
+            if node.start < keep_end and holder in node.holds:
+                self._split(node, (keep_end - node.start) * TOKEN_BYTES)
+            self._drop_hold(node, holder)
+            assert node.parent is not None  # the root ends at 0
+            node = node.parent
+        return self._holds.num_pages - before
+
+    def end_program(
+        self, program: str, namespace: Namespace = (), *, shared_ids: Sequence[int] = ()
+    ) -> int:
+        """A program begins no more leases; others are going to begin with `shared_ids`.
+
+        Returns how many pages nobody wants any more.
+        """
+        found = self._program(program, namespace)
+        if found is None:
+            return 0
+        root, holder = found
+        before, data = self._holds.num_pages, encode(shared_ids)
+        shared, edge_bytes = walk_down(root, data, len(data), self._page_bytes)
+        if edge_bytes < len(shared.edge):
+            shared = self._split(shared, edge_bytes)
+        for node in shared.path():
+            node.is_public |= len(node.holds) == 1 and holder in node.holds
+        for node in list(holder.nodes):
+            self._drop_hold(node, holder)
+        return self._holds.num_pages - before
+
+    def num_announced(self) -> int:
+        """Uses that programs have announced and not made, over all nodes. O(size of the tree)."""
+        nodes = (node for root in self._roots.values() for node in audit.walk(root))
+        return sum(sum(node.holds.values()) for node in nodes)
+
+    def _program(self, program: str, namespace: Namespace) -> tuple[Node, Holder] | None:
+        root = self._roots.get(namespace)
+        holder = None if root is None else tenant_at(root).programs.get((namespace, program))
+        return None if root is None or holder is None else (root, holder)
+
+    def _drop_hold(self, node: Node, holder: Holder) -> None:
+        if self._holds.drop(node, holder, tenant_at(node)) and is_evictable_leaf(node):
+            self._tenants.push(node)
+
     def flush(self, namespace: Namespace | None = None) -> bool:
         """Forget every prefix that no lease holds, pinned ones too; False while one is open.
 
@@ -253,6 +319,8 @@ class RadixTree(Forest):
             self._tenants,
             page_size=self.page_size,
         )
+        nodes = [node for root in self._roots.values() for node in audit.walk(root)]
+        self._holds.check(nodes, self._tenants.all())
         audit.check_gauges(self._roots, self._num_evictable, self.num_cached_tokens, self.page_size)
 
     def snapshot(self) -> TreeNode:
@@ -280,17 +348,16 @@ class RadixTree(Forest):
             return node  # known, but not to be matched: ours stay private
         child = self._attach(node, data[begin : whole * self._page_bytes], page_ids[first:whole])
         child.locks = 1
-        child.start_use(use, self._clock)
-        self._cut_announced(child, use)
+        self._cut_announced(child, use, self._start_use(child, use, self._clock))
         return child
 
-    def _cut_announced(self, part: Node, use: Use) -> None:
+    def _cut_announced(self, part: Node, use: Use, holder: Holder | None) -> None:
         """Make nodes of the prefixes that are announced for longer than the rest of the path."""
         ends = {length // self.page_size * self.page_size for length, _ in use.prefixes}
         for end in sorted(ends, reverse=True):
             if part.start < end < part.end:
                 part = self._split(part, (end - part.start) * TOKEN_BYTES)
-                part.future_uses = use.uses_of(end)
+                part.announce(use.uses_of(end), holder)
 
     def _place_cursor(self, lease: Lease) -> None:
         """Start the cursor at the first node of the path that is not ready, or at its end."""
@@ -332,7 +399,7 @@ class RadixTree(Forest):
         child = self._attach(tail, data, pages)
         child.ready = child.claimed = child.size
         child.locks = 1
-        child.start_use(lease.use, tail.last_use)
+        self._start_use(child, lease.use, tail.last_use)
         lease._tail = child
         self._claims.num_cached_pages += len(pages)
 
@@ -354,12 +421,12 @@ class RadixTree(Forest):
             return private  # another side of a fork holds them and will bring them
         if edge_bytes < len(node.edge):
             node = self._split(node, edge_bytes)
-        self._touch(node, tail)
+        self._touch(node, tail, lease.use)
         if not kept or node.ready < node.size:
             return private  # below a node that is not ready there is no place for a ready one
         child = self._attach(node, data[node.end * TOKEN_BYTES :], kept)
         child.ready = child.claimed = child.size
-        child.start_use(lease.use, self._clock)
+        self._start_use(child, lease.use, self._clock)
         self._num_evictable += len(kept)
         self._claims.num_cached_pages += len(kept)
         self._tenants.push(child)

@@ -19,7 +19,8 @@ from palmette.radix_cache.tiers import PageTiers
 from palmette.radix_cache.tree import PinQuotaExceeded, RadixTree, Use
 
 from .config import EngineConfig
-from .request import EngineInfo, Request, RequestError
+from .last_uses import LastUses, program_of
+from .request import EngineInfo, Release, Request, RequestError
 
 Namespace = tuple[str, ...]
 
@@ -35,7 +36,14 @@ class MissFields(TypedDict, total=False):
 class CacheStats(TypedDict):
     """Of `EngineStats`."""
 
+    num_pages: int
+    free_pages: int
+    cached_pages: int
+    used_pages: int
     evicted_tokens: int
+    evicted_released_tokens: int
+    released_tokens: int
+    released_pages: int
     host_pages: int
     disk_pages: int
     pinned_pages: int
@@ -78,6 +86,7 @@ class PrefixCache:
             token_bytes=vocabulary.token_bytes.__getitem__,
         )
         self.tiers = self._make_tiers(config, pool, layout)
+        self._last_uses = LastUses(self.tree)
         self._is_closed = False
 
     def _make_tiers(self, config: EngineConfig, pool: KVPool, layout: str) -> PageTiers | None:
@@ -129,8 +138,16 @@ class PrefixCache:
     def stats(self) -> CacheStats:
         host = None if self.tiers is None else self.tiers.host
         disk = None if self.tiers is None else self.tiers.disk
+        free, cached = self.tree.num_free_pages, self.tree.num_evictable_pages
         return {
+            "num_pages": self.tree.num_pages,
+            "free_pages": free,
+            "cached_pages": cached,
+            "used_pages": self.tree.num_pages - free - cached,
             "evicted_tokens": self.tree.counts.evicted_tokens,
+            "evicted_released_tokens": self.tree.counts.evicted_released_tokens,
+            "released_tokens": self.tree.num_released_tokens,
+            "released_pages": self.tree.num_released_pages,
             "host_pages": 0 if host is None else host.num_pages,
             "disk_pages": 0 if disk is None else disk.num_pages,
             "pinned_pages": self.tree.num_pinned_pages,
@@ -143,14 +160,29 @@ class PrefixCache:
         if self.tiers is not None:
             self.tiers.close()
 
-    # Pins
+    # What requests say of their prefixes
 
-    def reserve_pins(self, requests: Sequence[Request]) -> None:
-        """Keep room for the pins that these requests ask for.
+    def expect(self, requests: Sequence[Request]) -> None:
+        """These are going to run: keep room for the pins that they ask for.
 
         Raises:
             RequestError: for the first that exceeds the quota; then nothing is reserved.
         """
+        self._reserve_pins(requests)
+        self._last_uses.begin(requests)
+
+    def settle(self, request: Request) -> None:
+        """A request has ended: what it wanted pinned is computed, as far as it came."""
+        self._last_uses.end(request)
+        self._settle_pin(request)
+
+    def release(self, releases: Sequence[Release]) -> None:
+        """Programs say what they are done with."""
+        self._last_uses.take(releases)
+
+    # Pins
+
+    def _reserve_pins(self, requests: Sequence[Request]) -> None:
         for place, request in enumerate(requests):
             if request.hint.pin_s is None:
                 continue
@@ -161,8 +193,7 @@ class PrefixCache:
                     self._release_pin(earlier)
                 raise self._refusal(error) from None
 
-    def settle_pin(self, request: Request) -> None:
-        """A request has ended: what it wanted pinned is computed, as far as it came."""
+    def _settle_pin(self, request: Request) -> None:
         self._release_pin(request)
         pin_s = request.hint.pin_s
         if pin_s is not None:
@@ -224,6 +255,7 @@ def use_of(request: Request, *, now: float) -> Use:
     hint = request.hint
     return Use(
         owner=request.request_id,
+        program=program_of(request),
         priority=request.priority,
         future_uses=hint.future_uses,
         prefixes=hint.prefixes,

@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from .request import EngineInfo, Output, Request
+from .request import EngineInfo, Output, Release, Request
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -53,6 +54,15 @@ class EngineClient(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class ReleasesPrefixes(Protocol):
+    """An EngineClient that hears what programs are done with."""
+
+    def release(self, releases: Sequence[Release]) -> None:
+        """Evict these prefixes first, when they are not used otherwise. Neither waits nor fails."""
+        ...
+
+
 class LocalClient:
     """Drives an engine in the caller's thread: `poll` makes steps until there is something new."""
 
@@ -60,10 +70,24 @@ class LocalClient:
         self.engine = engine
         self._lock = threading.RLock()  # an event loop polls in a thread and goes on
         self._gate = threading.RLock()  # held by who waits for the lock, so that steps let it in
+        self._released: deque[Release] = deque()  # the engine has not heard of them
 
     def submit(self, requests: Sequence[Request]) -> None:
         with self._gate, self._lock:
+            self._tell_releases()
             self.engine.submit(requests)
+
+    def release(self, releases: Sequence[Release]) -> None:
+        self._released.extend(releases)
+        if self._lock.acquire(blocking=False):  # else whoever holds it makes a step first
+            try:
+                self._tell_releases()
+            finally:
+                self._lock.release()
+
+    def _tell_releases(self) -> None:
+        while self._released:
+            self.engine.release([self._released.popleft()])
 
     def abort(self, request_ids: Sequence[str]) -> None:
         with self._gate, self._lock:
@@ -75,6 +99,7 @@ class LocalClient:
             with self._gate:
                 pass  # whoever wants to submit or abort goes first
             with self._lock:
+                self._tell_releases()
                 outputs = engine.step()
             if outputs:
                 return outputs

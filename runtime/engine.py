@@ -35,6 +35,7 @@ from .request import (
     Finish,
     FinishReason,
     Output,
+    Release,
     Request,
     RequestError,
     TokenLogprob,
@@ -154,7 +155,7 @@ class Engine:
         self._intake.check(requests, live=self._live, num_waiting=self._scheduler.num_waiting)
         now = self._clock()
         sequences = [self._intake.sequence(request, now=now) for request in requests]
-        self.cache.reserve_pins(requests)
+        self.cache.expect(requests)
         for sequence in sequences:
             self._live[sequence.request_id] = sequence
             self._counters.accepted += 1
@@ -351,7 +352,7 @@ class Engine:
         except Exception as fault:  # fault boundary: the request still ends
             sequence.status = Status.FINISHED
             logger.error("request %s: release failed", sequence.request_id, exc_info=fault)
-        self.cache.settle_pin(sequence.request)
+        self.cache.settle(sequence.request)
         self._compiling.remove(sequence)
         if self._live.get(sequence.request_id) is sequence:
             del self._live[sequence.request_id]
@@ -417,6 +418,10 @@ class Engine:
         """Let go of the pin of `ids`, or of all of the tenant; returns how many there were."""
         return self.cache.unpin(ids, namespace)
 
+    def release(self, releases: Sequence[Release]) -> None:
+        """Programs say what they are done with: it is the first to be evicted."""
+        self.cache.release(releases)
+
     def snapshot(self) -> TreeNode:
         """The tree of prefixes, for display."""
         return self._tree.snapshot()
@@ -426,12 +431,7 @@ class Engine:
         return Standing.of(self._tree, self._scheduler.budget.model, namespace)
 
     def stats(self) -> EngineStats:
-        free, cached = self._tree.num_free_pages, self._tree.num_evictable_pages
         return self._counters.snapshot(
-            num_pages=self.info.num_pages,
-            free_pages=free,
-            cached_pages=cached,
-            used_pages=self.info.num_pages - free - cached,
             generated_tokens=self._committer.num_generated,
             **self._scheduler.figures(),
             **self.cache.stats(),

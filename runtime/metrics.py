@@ -46,6 +46,9 @@ class EngineStats:
     forced_tokens: int = 0
     misses: dict[str, int] = field(default_factory=dict)  # requests by Usage.miss_reason
     evicted_tokens: int = 0  # from the device
+    evicted_released_tokens: int = 0  # of these: released by their programs before
+    released_tokens: int = 0  # that programs were done with, and nobody else wanted
+    released_pages: int = 0  # gauge: still there, the first to be evicted
     pinned_pages: int = 0  # gauge
     host_pages: int = 0  # gauge
     disk_pages: int = 0  # gauge

@@ -129,6 +129,24 @@ class ReuseHint:
     ttl_s: float | None = None  # seconds after which its prefix is the first to be evicted
     pin_s: float | None = None  # seconds after its end that its prompt stays whatever is evicted
     overrun_tokens: int = 0  # a hosted API may write so many in all, past a stop; see lang.overrun
+    # after its end its program begins with no more of its prompt than so many tokens
+    keep_tokens: int | None = None
+    ends_program: bool = False  # the last of its program; others begin with `keep_tokens` of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """What a program is done with: no later request of it begins with these tokens.
+
+    With `ends_program` no later request belongs to it, and others are going to begin with the
+    first `keep_tokens` of `prompt_ids`; else it begins with no more than that of them itself.
+    """
+
+    program: str
+    prompt_ids: tuple[int, ...] = ()
+    keep_tokens: int = 0
+    ends_program: bool = False
+    namespace: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +221,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     num_preemptions: int = 0
     api_calls: int | None = None  # of a hosted API; 0: an earlier one had the text already
     miss_reason: str | None = None  # why cached_tokens is not larger; see radix_cache.ledger
-    evicted_ago_s: int | None = None  # with the reason "evicted": before the admission
+    evicted_ago_s: int | None = None  # where it was evicted: before the admission
     evicted_by: str | None = None  # the request that needed the page; not told across tenants
 
     @property
@@ -372,6 +390,9 @@ def _check_hint(hint: ReuseHint, num_prompt: int) -> None:
             raise _out_of_range("prefixes", length, f"1..{num_prompt}, the tokens of the prompt")
         if not 0 <= uses <= MAX_HINTED_USES:
             raise _out_of_range("prefixes", uses, f"0..{MAX_HINTED_USES}")
+    if hint.keep_tokens is not None and not 0 <= hint.keep_tokens <= num_prompt:
+        limits = f"0..{num_prompt}, the tokens of the prompt"
+        raise _out_of_range("keep_tokens", hint.keep_tokens, limits)
     for name, seconds in (("ttl_s", hint.ttl_s), ("pin_s", hint.pin_s)):
         if seconds is not None and not 0 < seconds < math.inf:
             raise _out_of_range(name, seconds, "> 0 and finite")

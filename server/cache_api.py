@@ -1,4 +1,4 @@
-"""What a key's owner may do to the part of the prefix cache that is theirs: pins."""
+"""What a key's owner may do to the part of the prefix cache that is theirs: pin, release."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import math
 
 from fastapi import APIRouter, Request, Response
 
+from palmette.runtime.request import Release
+
 from .context import ServerContext, context_of, read_struct
 from .errors import from_engine, invalid
-from .limits import PIN_NAMES, token_ids
+from .limits import PIN_NAMES, check_program, token_ids
 from .respond import JsonBody
-from .schemas import PinBody, UnpinBody
+from .schemas import PinBody, ReleaseBody, ReleasedPrefix, UnpinBody
 from .transport import Pinned
 
 router = APIRouter()
+_MAX_RELEASES = 1024
 
 
 @router.post("/cache/pin")
@@ -40,6 +43,45 @@ async def unpin(request: Request) -> Response:
     return JsonBody({"unpinned": _count(answer)})
 
 
+@router.post("/cache/release")
+async def release(request: Request) -> Response:
+    """Programs of this key say what they are done with: it is evicted first."""
+    context = context_of(request)
+    body = await read_struct(request, ReleaseBody, strict_fields=True)
+    if len(body.releases) > _MAX_RELEASES:
+        raise invalid(
+            f"releases: {len(body.releases)}; the limit of one call is {_MAX_RELEASES}", "releases"
+        )
+    namespace = _namespace(request, body)
+    context.engine.release([_release(context, one, namespace) for one in body.releases])
+    return JsonBody({"releases": len(body.releases)})
+
+
+def _release(context: ServerContext, one: ReleasedPrefix, namespace: tuple[str, ...]) -> Release:
+    ids = token_ids(one.input_ids, "input_ids") if one.input_ids else ()
+    program = check_program(one.program, context.config.max_rid_length)
+    if not program:
+        raise invalid("program: is empty; name the program that is done", "program")
+    if len(ids) > context.info.context_length:
+        raise invalid(
+            f"input_ids: {len(ids)} tokens; the context is {context.info.context_length}",
+            "input_ids",
+        )
+    if not 0 <= one.keep_tokens <= len(ids):
+        raise invalid(
+            f"keep_tokens: {one.keep_tokens} is out of range; it must be 0..{len(ids)}, the tokens "
+            "of input_ids",
+            "keep_tokens",
+        )
+    return Release(
+        program=program,
+        prompt_ids=ids,
+        keep_tokens=one.keep_tokens,
+        ends_program=one.ends_program,
+        namespace=namespace,
+    )
+
+
 async def _ids(context: ServerContext, body: UnpinBody) -> tuple[int, ...] | None:
     info = context.info
     if body.text is not None and body.input_ids is not None:
@@ -54,7 +96,7 @@ async def _ids(context: ServerContext, body: UnpinBody) -> tuple[int, ...] | Non
     return ids
 
 
-def _namespace(request: Request, body: UnpinBody) -> tuple[str, ...]:
+def _namespace(request: Request, body: UnpinBody | ReleaseBody) -> tuple[str, ...]:
     context, owner = context_of(request), request.state.owner
     return context.namespace(owner, extra_key=body.extra_key, cache_salt=body.cache_salt)
 

@@ -28,6 +28,7 @@ from palmette.runtime.request import (
     Finish,
     FinishReason,
     Output,
+    Release,
     Request,
     RequestError,
 )
@@ -53,6 +54,7 @@ class ServedEngine(Protocol):
     def has_work(self) -> bool: ...
     def submit(self, requests: Sequence[Request]) -> None: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
+    def release(self, releases: Sequence[Release]) -> None: ...
     def step(self) -> list[Output]: ...
     def live_ids(self) -> list[str]: ...
     def flush_cache(self, namespace: tuple[str, ...] | None = None) -> bool: ...
@@ -144,6 +146,8 @@ def _handle(
                 transport.send(frames.StepOutputs(num_steps, refused))
         case frames.Abort(request_ids=request_ids):
             engine.abort(request_ids)
+        case frames.Releases(releases=releases):
+            engine.release(releases)
         case frames.Flush(call_id=call_id, namespace=namespace):
             may_flush = namespace is not None or not engine.live_ids()  # a refusal changes nothing
             is_done = may_flush and engine.flush_cache(namespace)

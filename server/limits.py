@@ -48,6 +48,7 @@ _HINT_NAMES = {
     "ttl_s": "cache_ttl_s",
     "future_uses": "cache_future_uses",
     "prefixes": "cache_prefixes",
+    "keep_tokens": "cache_keep_tokens",
 }
 PIN_NAMES = {"pin_s": "ttl_s"}
 COMPLETION_NAMES = _HINT_NAMES | {
@@ -115,7 +116,9 @@ def make_requests(
                 tenant=plan.tenant,
                 program=plan.program,
                 deadline_s=plan.deadline_s,
-                hint=_hint_of(plan.hint, num_all - len(requests) - 1, plan.n - index - 1),
+                hint=_hint_of(
+                    plan.hint, len(prompt), num_all - len(requests) - 1, plan.n - index - 1
+                ),
             )
             if index == 0:
                 try:
@@ -132,16 +135,18 @@ def prompt_of_each(plans: Sequence[Plan]) -> list[int]:
     return [place for place, plan in enumerate(plans) for _ in range(plan.n)]
 
 
-def _hint_of(hint: ReuseHint, num_later: int, num_same: int) -> ReuseHint:
+def _hint_of(hint: ReuseHint, num_prompt: int, num_later: int, num_same: int) -> ReuseHint:
     """A call's hint for one of its requests, after which `num_later` come, `num_same` like it.
 
-    Prefixes are what all prompts of the call have in common.
+    Prefixes are what all prompts of the call have in common. What is over when the call is, is
+    known with the last one; before, only that nothing goes on from the other texts of its prompt.
     """
     if not num_later:
         return hint
+    keep = num_prompt if num_same and hint.keep_tokens is not None else None
     prefixes = tuple((n, min(uses + num_later, MAX_HINTED_USES)) for n, uses in hint.prefixes)
     uses = min(hint.future_uses + num_same, MAX_HINTED_USES)
-    return replace(hint, future_uses=uses, prefixes=prefixes)
+    return replace(hint, future_uses=uses, prefixes=prefixes, keep_tokens=keep, ends_program=False)
 
 
 def names_of(names: Mapping[str, str], plans: Sequence[Plan]) -> dict[str, str]:
@@ -227,6 +232,8 @@ def cache_hint(body: OpenAIBody | GenerateBody, max_length: int) -> ReuseHint:
         ttl_s=body.cache_ttl_s,
         future_uses=body.cache_future_uses,
         prefixes=_prefixes(body.cache_prefixes),
+        keep_tokens=body.cache_keep_tokens,
+        ends_program=body.cache_program_ends,
     )
 
 

@@ -17,6 +17,7 @@ from .schemas import (
     GenerateBody,
     PinBody,
     ProgramRunBody,
+    ReleaseBody,
     SamplingBody,
     TokenizeBody,
     UnpinBody,
@@ -33,6 +34,7 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/abort_request": AbortBody,
     "/cache/pin": PinBody,
     "/cache/unpin": UnpinBody,
+    "/cache/release": ReleaseBody,
     "/v1/programs/{id}/run": ProgramRunBody,
     "/v1/programs/{id}/explain": ExplainBody,
 }

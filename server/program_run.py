@@ -109,6 +109,7 @@ class ServedRun:
             self._run.append(node)
             if isinstance(node, Gen | Select):
                 self._open[node.value] = node
+        self._run.close()
         self._variables, self._result = arguments
 
     def _bound(
@@ -136,6 +137,13 @@ class ServedRun:
         Raises:
             CallEnded: the client is gone.
         """
+        try:
+            async for told in self._driven(call):
+                yield told
+        finally:
+            self.release(is_over=True)
+
+    async def _driven(self, call: ProgramCall) -> AsyncIterator[Event | None]:
         run, heartbeat_s = self._run, self._context.config.sse_heartbeat_s
         call.submit(await self.start())
         for done in self._finished():
@@ -152,6 +160,11 @@ class ServedRun:
                 for done in self._finished():
                     yield done
 
+    def release(self, *, is_over: bool = False) -> None:
+        """Tell the engine what the run is done with."""
+        releases = self._run.take_releases(is_over=is_over)
+        self._context.engine.release([replace(r, namespace=self._namespace) for r in releases])
+
     async def start(self) -> list[Request]:
         """The first requests."""
         return await self._admitted(self._due(await self._in_thread(self._run.start)))
@@ -162,6 +175,7 @@ class ServedRun:
         issues: list[Issue] = []
         for output in outputs:
             issues += await self._take(output)
+        self.release()
         return await self._admitted(self._due(issues))
 
     def _due(self, issues: Sequence[Issue]) -> list[Request]:
@@ -399,7 +413,18 @@ async def drive(runs: Sequence[ServedRun], call: ProgramCall) -> None:
         ProgramError: the first call that failed.
         CallEnded: the client is gone.
     """
-    by_id = {run.run_id: run for run in runs}
+    try:
+        await _drive({run.run_id: run for run in runs}, call)
+    finally:
+        for run in runs:
+            run.release(is_over=True)
+    for run in runs:
+        if run.error is not None:
+            raise run.error
+
+
+async def _drive(by_id: Mapping[str, ServedRun], call: ProgramCall) -> None:
+    runs = by_id.values()
     call.submit([request for run in runs for request in await run.start()])
     while not all(run.is_done for run in runs):
         arrived: dict[str, list[Output]] = {}
@@ -412,9 +437,6 @@ async def drive(runs: Sequence[ServedRun], call: ProgramCall) -> None:
                 for request in await run.take(arrived.get(run_id, []), is_aborted=call.is_aborted)
             ]
         )
-    for run in runs:
-        if run.error is not None:
-            raise run.error
 
 
 async def whole(run: ServedRun, call: ProgramCall, run_id: str) -> Event:

@@ -27,6 +27,7 @@ from palmette.runtime.request import (
     Finish,
     FinishReason,
     Output,
+    Release,
     Request,
 )
 from palmette.runtime.standing import Standing
@@ -171,6 +172,7 @@ class AsyncEngine(Protocol):
         self, requests: Sequence[Request], stream: OutputStream | None = None
     ) -> OutputStream: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
+    def release(self, releases: Sequence[Release]) -> None: ...
     async def flush_cache(self, namespace: tuple[str, ...] | None) -> bool: ...
     async def pin(
         self, ids: Sequence[int], namespace: tuple[str, ...], *, seconds: float | None
@@ -293,6 +295,11 @@ class RemoteEngine:
         open_ids = [i for i in request_ids if i in self._streams]
         if open_ids:
             self._send(frames.Abort(open_ids))
+
+    def release(self, releases: Sequence[Release]) -> None:
+        """Tell what programs are done with."""
+        if releases and self._state is EngineState.READY:
+            self._send(frames.Releases(releases))
 
     async def flush_cache(self, namespace: tuple[str, ...] | None) -> bool:
         """Forget the prefixes of a tenant, or all; False while it is busy, or without an answer."""

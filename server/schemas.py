@@ -94,6 +94,8 @@ class OpenAIBody(msgspec.Struct, kw_only=True, frozen=True):
     cache_ttl_s: float | None = None
     cache_future_uses: int = 0
     cache_prefixes: list[list[int]] = []
+    cache_keep_tokens: int | None = None
+    cache_program_ends: bool = False
     cache_group: str = ""
     priority: int = 0
     program: str = ""
@@ -209,6 +211,8 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     cache_ttl_s: float | None = None
     cache_future_uses: int = 0
     cache_prefixes: list[list[int]] = []
+    cache_keep_tokens: int | None = None
+    cache_program_ends: bool = False
     cache_group: str = ""
     # refused when given, because the answer would silently be another one
     image_data: Any = None
@@ -252,6 +256,21 @@ class UnpinBody(msgspec.Struct, kw_only=True, frozen=True):
 
 class PinBody(UnpinBody, kw_only=True, frozen=True):
     ttl_s: float | None = None  # null: until it is let go
+
+
+class ReleasedPrefix(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What one program is done with; see `runtime.request.Release`."""
+
+    program: str
+    input_ids: list[Any] = []
+    keep_tokens: int = 0
+    ends_program: bool = False
+
+
+class ReleaseBody(msgspec.Struct, kw_only=True, frozen=True):
+    releases: list[ReleasedPrefix]
+    extra_key: str = ""
+    cache_salt: str = ""
 
 
 class AbortBody(msgspec.Struct, kw_only=True, frozen=True):

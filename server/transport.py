@@ -5,7 +5,7 @@ built from the types of `runtime.request` as they stand. The wire is one end of 
 socket pair, so nothing outside the two processes can reach it. No pickle: a frame can only ever
 become one of these types.
 
-    to the engine      Start, Submit, Abort, Flush, Pin, Unpin, Look, Ping
+    to the engine      Start, Submit, Abort, Releases, Flush, Pin, Unpin, Look, Ping
     from the engine    Ready, Failed, StepOutputs, Flushed, Pinned, Looked, Pong
 """
 
@@ -21,7 +21,7 @@ import msgspec
 
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.metrics import EngineStats
-from palmette.runtime.request import EngineInfo, ErrorInfo, Output, Request
+from palmette.runtime.request import EngineInfo, ErrorInfo, Output, Release, Request
 from palmette.runtime.standing import Standing
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -43,6 +43,12 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
     request_ids: Sequence[str]
+
+
+class Releases(msgspec.Struct, tag="releases", frozen=True):
+    """What programs are done with."""
+
+    releases: Sequence[Release]
 
 
 class Flush(msgspec.Struct, tag="flush", frozen=True):
@@ -122,7 +128,7 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
     stats: EngineStats
 
 
-ToEngine = Start | Submit | Abort | Flush | Pin | Unpin | Look | Ping
+ToEngine = Start | Submit | Abort | Releases | Flush | Pin | Unpin | Look | Ping
 FromEngine = Ready | Failed | StepOutputs | Flushed | Pinned | Looked | Pong
 Answer = Flushed | Pinned | Looked | Pong
 Received = TypeVar("Received")

@@ -4,6 +4,7 @@ Run as a script by the tests. `EngineConfig.model` says what the model does, as 
     script=letters|hash|echo   what it generates          delay=0.02   seconds per forward pass
     poison=ID                  a forward pass with this token raises
     template=NAME              one of `TEMPLATES`
+    version=TEXT               what it says it is: clients tell hints to a server with a version
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from urllib.parse import parse_qsl
 
 from palmette.kernels.batch import ForwardBatch
@@ -72,7 +74,7 @@ def load(config: EngineConfig) -> Engine:
     )
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = TEMPLATES.get(options.get("template", ""))
-    return fake_engine(
+    engine = fake_engine(
         runner=runner,
         context_length=config.context_length or 2048,
         scheduler=config.scheduler,
@@ -81,6 +83,8 @@ def load(config: EngineConfig) -> Engine:
         seed=config.seed,
         config=config,
     )
+    engine.info = replace(engine.info, version=options.get("version", ""))
+    return engine
 
 
 if __name__ == "__main__":

@@ -29,23 +29,55 @@ class Page:
     state: dict[int, str] = field(default_factory=dict)  # offset -> ready, or lease's claim
     num_uses: int = 1
     priority: int = 0
-    future_uses: int = 0
+    holds: dict[str, int] = field(default_factory=dict)  # program -> announced uses
+    announced: int = 0  # outside of programs
+    is_public: bool = False
+    released_by: str | None = None
     expires_at: float = inf
 
+    @property
+    def future_uses(self) -> int:
+        return self.announced + sum(self.holds.values())
+
     def start_use(self, use: Use) -> None:
-        self.priority, self.future_uses = use.priority, use.future_uses
+        self.priority = use.priority
         self.expires_at = use.expires_at
+        self.want(use)
+
+    def want(self, use: Use) -> None:
+        if self.released_by is not None:
+            self.is_public |= self.released_by != use.program
+            self.released_by = None
+        if use.program:
+            before = self.holds.get(use.program, 0)
+            self.holds[use.program] = max(before - 1, use.future_uses)
+        else:
+            self.is_public = True
+            self.announced = max(self.announced - 1, use.future_uses)
+
+    def let_go(self, program: str) -> None:
+        if program not in self.holds:
+            return
+        del self.holds[program]
+        if not self.holds and not self.is_public and self.expires_at == inf:
+            self.released_by = program
 
     def note_use(self, use: Use, clock: int) -> None:
         self.num_uses += 1
         self.last_use = clock
         self.priority = max(self.priority, use.priority)
-        self.future_uses = max(self.future_uses - 1, use.future_uses, 0)
         self.expires_at = max(self.expires_at, use.expires_at)
+        self.want(use)
 
 
-def eviction_key(policy: str, page: Page, num_pages: int) -> tuple[float, float]:
+def eviction_key(policy: str, page: Page, num_pages: int) -> tuple[float, ...]:
     """What goes first, written out once more."""
+    if page.released_by is not None:
+        return 0, page.last_use
+    return 1, *key_of_policy(policy, page, num_pages)
+
+
+def key_of_policy(policy: str, page: Page, num_pages: int) -> tuple[float, float]:
     if policy == "lfu":
         return page.num_uses, page.last_use
     if policy == "slru":
@@ -216,6 +248,37 @@ class Model:
         for lease in self.leases:
             held.setdefault(lease.namespace[:2], set()).update(id(page) for page in lease.pages)
         return {name: len(pages) for name, pages in held.items()}
+
+    # Programs.
+
+    def release_path(
+        self, program: str, namespace: tuple[str, ...], tokens: list[int], keep: int
+    ) -> None:
+        size, tree = self.page_size, self.tree
+        below = [
+            key for key in tree if key[0] == namespace and key[1][: len(tokens)] == tuple(tokens)
+        ]
+        for key in below:
+            if len(key[1]) > keep // size * size:
+                tree[key].let_go(program)
+        for index in reversed(range(keep // size, len(tokens) // size)):
+            page = tree.get(self.key(namespace, tokens, index))
+            if page is not None:
+                if any(program in child.holds for child in self.children(page)):
+                    return
+                page.let_go(program)
+
+    def end_program(self, program: str, namespace: tuple[str, ...], shared: list[int]) -> None:
+        for index in range(len(shared) // self.page_size):
+            page = self.tree.get(self.key(namespace, shared, index))
+            if page is not None and list(page.holds) == [program]:
+                page.is_public = True
+        for key, page in self.tree.items():
+            if key[0] == namespace:
+                page.let_go(program)
+
+    def num_released(self) -> int:
+        return sum(page.released_by is not None for page in self.tree.values())
 
     # Pins.
 
@@ -406,6 +469,7 @@ class Model:
             return
         for page in known:
             page.last_use = self.clock
+            page.want(lease.use)
         if known and self.page_ready(known[-1]) < self.page_size:
             return
         for index in kept:

@@ -120,7 +120,7 @@ def test_choices_announce_what_they_share(client: Noting) -> None:
     assert [hint.prefixes for hint in scored] == [((len(CONTEXT), n),) for n in (3, 2, 1)]
     assert [hint.future_uses for hint in scored] == [0, 0, 0]
     assert len({hint.group for hint in scored}) == 1
-    assert why == ReuseHint()
+    assert why == ReuseHint(keep_tokens=0, ends_program=True)
 
 
 def test_choices_of_one_prompt_announce_each_other(client: Noting) -> None:

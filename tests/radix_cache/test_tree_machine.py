@@ -25,6 +25,7 @@ from palmette.radix_cache.policy import POLICY_NAMES
 from palmette.radix_cache.tree import Lease, PagesExhausted, PinQuotaExceeded, RadixTree, Use
 
 NAMESPACES = [(), ("a",), ("a", "b"), ("ab",), ("a", "b", "c")]
+PROGRAMS = ["", "p", "q", "r"]
 TOKENS = st.integers(0, 2)
 MANY = st.integers(0, 10**6)
 
@@ -77,7 +78,8 @@ class TreeMachine(RuleBasedStateMachine):
         max_match=st.none() | st.integers(0, 30),
         priority=st.integers(-1, 1),
         future_uses=st.integers(0, 2),
-        ttl=st.none() | st.integers(0, 3),
+        ttl=st.none() | st.none() | st.integers(0, 3),
+        program=st.sampled_from(PROGRAMS),
     )
     def acquire(
         self,
@@ -89,10 +91,37 @@ class TreeMachine(RuleBasedStateMachine):
         priority: int = 0,
         future_uses: int = 0,
         ttl: int | None = None,
+        program: str = "",
     ) -> None:
         expires_at = math.inf if ttl is None else self.model.now + ttl
-        use = Use(priority=priority, future_uses=future_uses, expires_at=expires_at)
+        use = Use(
+            priority=priority, program=program, future_uses=future_uses, expires_at=expires_at
+        )
         self.acquire_ids(namespace, self.prompt(base, cut, words), max_match, use)
+
+    @rule(
+        program=st.sampled_from(PROGRAMS[1:]),
+        namespace=st.sampled_from(NAMESPACES),
+        base=MANY,
+        cut=MANY,
+        keep=MANY,
+    )
+    def release_path(
+        self, program: str, namespace: tuple[str, ...], base: int, cut: int, keep: int
+    ) -> None:
+        ids = self.prompt(base, cut, [])
+        keep %= len(ids) + 1
+        before = self.tree.num_released_pages
+        self.model.release_path(program, namespace, ids, keep)
+        released = self.tree.release_path(program, ids, namespace, keep=keep)
+        assert released == self.tree.num_released_pages - before
+
+    @rule(program=st.sampled_from(PROGRAMS[1:]), base=MANY, cut=MANY)
+    def end_program(self, program: str, base: int, cut: int) -> None:
+        ids = self.prompt(base, cut, [])
+        for namespace in NAMESPACES:
+            self.model.end_program(program, namespace, ids)
+            self.tree.end_program(program, namespace, shared_ids=ids)
 
     @precondition(lambda self: self.pairs)
     @rule(number=MANY, cut=MANY, words=st.lists(TOKENS, max_size=4))
@@ -298,6 +327,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.num_free_pages == self.model.num_pages - self.model.num_used()
         assert self.tree.num_evictable_pages == self.model.num_evictable()
         assert self.tree.num_cached_tokens == self.model.num_cached()
+        assert self.tree.num_released_pages == self.model.num_released()
         assert self.tree.num_open_leases == len(self.pairs)
         for lease, wanted in self.pairs:
             assert self.tree.frontier(lease) == self.model.frontier(wanted)
@@ -390,7 +420,12 @@ def live(seed: int, steps: int) -> None:
     def acquire() -> None:
         limit = rng.choice([None, many() % 30])
         hints = rng.randint(-1, 1), rng.randint(0, 2), rng.choice([None, None, 1, 3])
-        machine.acquire(rng.choice(namespaces), many(), many(), words(10), limit, *hints)
+        program = rng.choice(PROGRAMS)
+        machine.acquire(rng.choice(namespaces), many(), many(), words(10), limit, *hints, program)
+
+    def release_path() -> None:
+        program, namespace = rng.choice(PROGRAMS[1:]), rng.choice(namespaces)
+        machine.release_path(program, namespace, many(), many(), many())
 
     def unpin() -> None:
         if machine.model.pins:
@@ -411,6 +446,8 @@ def live(seed: int, steps: int) -> None:
         (0.7, lambda: machine.pin(rng.choice(namespaces), many(), rng.randint(1, 3))),
         (0.3, lambda: machine.wait(rng.randint(1, 2))),
         (0.1, unpin),
+        (2, release_path),
+        (0.5, lambda: machine.end_program(rng.choice(PROGRAMS[1:]), many(), many())),
     ]
     weights, calls = zip(*actions, strict=True)
     for _ in range(steps):
