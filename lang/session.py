@@ -249,11 +249,10 @@ class Session:
                 self.notify(sink)
 
     def tell_releases(self, sink: Sink, *, is_over: bool = False) -> None:
-        """Tell the backend what a program is done with."""
+        """Tell the backend what a program is done with. Never waits."""
         self.release(sink.take_releases(is_over=is_over))
 
     def release(self, releases: Sequence[Release]) -> None:
-        """`EngineClient.submit`'s counterpart, where the backend keeps prefixes. Never waits."""
         if releases and isinstance(self.client, ReleasesPrefixes):
             self.client.release(releases)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from .request import EngineInfo, Output, Release, Request
@@ -70,27 +71,42 @@ class LocalClient:
         self.engine = engine
         self._lock = threading.RLock()  # an event loop polls in a thread and goes on
         self._gate = threading.RLock()  # held by who waits for the lock, so that steps let it in
+        self._is_inside = False  # of the engine, in the thread that has the lock
         self._released: deque[Release] = deque()  # the engine has not heard of them
 
     def submit(self, requests: Sequence[Request]) -> None:
-        with self._gate, self._lock:
-            self._tell_releases()
+        with self._gate, self._inside():
             self.engine.submit(requests)
 
     def release(self, releases: Sequence[Release]) -> None:
+        """At once, or by whoever is in the engine. Destructors call it too, in any place."""
         self._released.extend(releases)
-        if self._lock.acquire(blocking=False):  # else whoever holds it makes a step first
+        if self._lock.acquire(blocking=False):
             try:
-                self._tell_releases()
+                if not self._is_inside:
+                    with self._inside():
+                        pass
             finally:
                 self._lock.release()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """In the engine, which has heard of all releases."""
+        with self._lock:
+            was_inside, self._is_inside = self._is_inside, True
+            try:
+                self._tell_releases()
+                yield
+                self._tell_releases()  # of what ended meanwhile
+            finally:
+                self._is_inside = was_inside
 
     def _tell_releases(self) -> None:
         while self._released:
             self.engine.release([self._released.popleft()])
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        with self._gate, self._lock:
+        with self._gate, self._inside():
             self.engine.abort(request_ids)
 
     def poll(self) -> list[Output]:
@@ -98,8 +114,7 @@ class LocalClient:
         while engine.has_work:
             with self._gate:
                 pass  # whoever wants to submit or abort goes first
-            with self._lock:
-                self._tell_releases()
+            with self._inside():
                 outputs = engine.step()
             if outputs:
                 return outputs
@@ -115,9 +130,9 @@ class LocalClient:
         return self.engine.info
 
     def flush_cache(self) -> bool:
-        with self._lock:
+        with self._inside():
             return self.engine.flush_cache()
 
     def close(self) -> None:
-        with self._lock:
+        with self._inside():
             self.engine.close()
