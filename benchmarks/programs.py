@@ -1,6 +1,7 @@
 """Programs over HTTP: compiled, call by call, and written with the `openai` client.
 
-    python benchmarks/programs.py [--rounds 5] [--branch 4] [--levels 4] [-- server options]
+    python benchmarks/programs.py [--rounds 5] [--branch 4] [--levels 4] [--only NAME]
+                                  [-- server options]
 
 Starts `palmette serve` with the default model (options after `--` go to it). Prints one JSON line.
 `sent`: for programs like those of SGLang's benchmarks, run for several questions, the characters of
@@ -279,11 +280,13 @@ def ways(url: str, branch: int, levels: int) -> dict[str, dict[str, Callable[[],
 
 
 def wall_times(
-    url: str, rounds: int, branch: int, levels: int
+    url: str, rounds: int, branch: int, levels: int, *, only: str | None
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds of each round, by program and way."""
     found: dict[str, dict[str, list[float]]] = {}
     for program, by_way in ways(url, branch, levels).items():
+        if only not in (None, program):
+            continue
         times: dict[str, list[float]] = {way: [] for way in by_way}
         order = list(by_way)
         for number in range(rounds + 1):  # the first is a rehearsal
@@ -333,6 +336,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--branch", type=int, default=4)
     parser.add_argument("--levels", type=int, default=4)
+    names = ("tree_of_thought", "judge", "multi_document")
+    parser.add_argument("--only", choices=names, help="the times of one program")
     parser.add_argument("--skip-times", action="store_true", help="only what is sent")
     parser.add_argument("server", nargs="*", help="options of palmette serve")
     args = parser.parse_args()
@@ -342,7 +347,11 @@ def main() -> None:
     url = process.stdout.readline().split()[-1]
     try:
         sent = {name: text_sent(url, *one) for name, one in SENT.items()}
-        times = {} if args.skip_times else wall_times(url, args.rounds, args.branch, args.levels)
+        times = (
+            {}
+            if args.skip_times
+            else wall_times(url, args.rounds, args.branch, args.levels, only=args.only)
+        )
     finally:
         process.terminate()
         process.communicate()
