@@ -7,7 +7,7 @@ Legend: T tokens of the step, H query heads, G kv heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from .batch import ForwardBatch
 
@@ -45,6 +45,23 @@ class KVPool(Protocol):
 
     def import_(self, page_ids: Sequence[int], data: bytes) -> None:
         """Write what `export` gave, or some whole pages of it."""
+        ...
+
+
+class PendingPages(Protocol):
+    """Pages on their way to the host."""
+
+    def data(self) -> bytes:
+        """What `KVPool.export` gives; waits for it."""
+        ...
+
+
+@runtime_checkable
+class StreamedPool(KVPool, Protocol):
+    """A pool whose copies run beside the kernels, in order with what touches the same pages."""
+
+    def export_later(self, page_ids: Sequence[int]) -> PendingPages:
+        """As `export`, without waiting; the pages may be given away at once."""
         ...
 
 

@@ -97,49 +97,68 @@ class PagedKVPool:
 
     def copy(self, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
         """All sources are read before a target is written. ValueError: nothing is copied."""
-        if len(source_pages) != len(target_pages):
-            raise ValueError(f"{len(source_pages)} source and {len(target_pages)} target pages")
-        if len(set(target_pages)) != len(target_pages):
-            raise ValueError("a target page occurs twice")
-        source, target = self._index(source_pages), self._index(target_pages)
-        for part in self._parts():
-            part[:, :, target] = part[:, :, source]
+        self._check_copy(source_pages, target_pages)
+        self.move(self._index(source_pages), self._index(target_pages))
 
     def export(self, page_ids: Sequence[int]) -> bytes:
         """The pages one after the other, each [layers, 2, page_size, G, D], then its scales."""
-        index = self._index(page_ids)
-        parts = [
-            part[:, :, index].movedim(2, 0).flatten(1).contiguous().cpu().view(torch.uint8)
-            for part in self._parts()
-        ]
-        raw: bytes = torch.cat(parts, dim=1).numpy().tobytes()
+        self._check_pages(page_ids)
+        raw: bytes = self.gather(self._index(page_ids)).cpu().numpy().tobytes()
         return raw
 
     def import_(self, page_ids: Sequence[int], data: bytes) -> None:
         """Write what `export` of a pool of this shape gave. ValueError: nothing is written."""
+        self._check_import(page_ids, data)
+        raw = torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
+        raw = raw.view(len(page_ids), self.page_bytes).to(self._data.device)
+        self.scatter(self._index(page_ids), raw)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy pages sources [N] int64 to targets [N], on the device."""
+        for part in self._parts():
+            part[:, :, targets] = part[:, :, sources]
+
+    def gather(self, pages: Tensor) -> Tensor:
+        """[N, page_bytes] uint8 on the device: pages [N] int64 as `export` has them."""
+        parts = [
+            part[:, :, pages].movedim(2, 0).flatten(1).contiguous().view(torch.uint8)
+            for part in self._parts()
+        ]
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+    def scatter(self, pages: Tensor, raw: Tensor) -> None:
+        """Write what `gather` gave into pages [N] int64, on the device."""
+        start = 0
+        for part in self._parts():
+            page = part[:, :, 0]
+            stop = start + page.numel() * part.element_size()
+            numbers = raw[:, start:stop].contiguous().view(part.dtype)
+            part[:, :, pages] = numbers.view(len(pages), *page.shape).movedim(0, 2)
+            start = stop
+
+    def _check_copy(self, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
+        if len(source_pages) != len(target_pages):
+            raise ValueError(f"{len(source_pages)} source and {len(target_pages)} target pages")
+        if len(set(target_pages)) != len(target_pages):
+            raise ValueError("a target page occurs twice")
+        self._check_pages((*source_pages, *target_pages))
+
+    def _check_import(self, page_ids: Sequence[int], data: bytes) -> None:
         if len(data) != len(page_ids) * self.page_bytes:
             raise ValueError(
                 f"{len(data)} bytes for {len(page_ids)} pages of {self.page_bytes} bytes"
             )
         if len(set(page_ids)) != len(page_ids):
             raise ValueError("a page occurs twice")
-        index = self._index(page_ids)
-        raw = torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
-        raw = raw.view(len(page_ids), self.page_bytes)
-        start = 0
-        for part in self._parts():
-            page = part[:, :, 0]
-            stop = start + page.numel() * part.element_size()
-            numbers = raw[:, start:stop].contiguous().view(part.dtype)
-            pages = numbers.view(len(page_ids), *page.shape)
-            part[:, :, index] = pages.movedim(0, 2).to(part.device)
-            start = stop
+        self._check_pages(page_ids)
+
+    def _check_pages(self, page_ids: Sequence[int]) -> None:
+        for page_id in page_ids:
+            if not 0 <= page_id < self.num_pages:
+                raise ValueError(f"page {page_id} is outside of the pool of {self.num_pages}")
 
     def _parts(self) -> list[Tensor]:
         return [self._data] if self._scales is None else [self._data, self._scales]
 
     def _index(self, page_ids: Sequence[int]) -> Tensor:
-        for page_id in page_ids:
-            if not 0 <= page_id < self.num_pages:
-                raise ValueError(f"page {page_id} is outside of the pool of {self.num_pages}")
         return torch.tensor(list(page_ids), dtype=torch.int64, device=self._data.device)

@@ -24,8 +24,8 @@ from palmette.kernels.cuda.flashinfer import FlashInferAttention
 from palmette.kernels.cuda.flashinfer_filters import FlashInferFilters
 from palmette.kernels.cuda.logits import MAX_ROWS, DeviceLogits, DeviceSampler, StepOutput
 from palmette.kernels.cuda.staging import Staging, layout_of
+from palmette.kernels.cuda.streamed_pool import StreamedKVPool
 from palmette.kernels.cuda.triton_attention import AttentionPlan, TritonAttention
-from palmette.kernels.kv_pool import PagedKVPool
 
 from .cuda_graphs import GRAPH_ROWS, CaptureProgress, DecodeGraphs
 from .models.decoder import LoadTensor
@@ -86,14 +86,14 @@ class CudaRunner:
 
         self.vocab_size = config.vocab_size
         self._max_positions = min(config.context_length, num_pages * page_size)
-        self.pool = PagedKVPool(
+        self.pool = StreamedKVPool(
+            self._device,
             num_layers=config.num_layers,
             num_pages=num_pages,
             page_size=page_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=kind if kv_dtype == "auto" else _KV_DTYPES[kv_dtype],
-            device=target,
         )
         with torch.inference_mode():
             self._model = FusedDecoder(

@@ -390,6 +390,8 @@ class Engine:
 
     def preempt(self, request_id: str) -> bool:
         """Take a running request's pages, as when they run out; False when it does not run."""
+        if request_id not in self._live:
+            return False
         self._steps.land(may_lead=False)
         sequence = self._live.get(request_id)
         if sequence is None or sequence.lease is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from palmette.kernels.backend import KVPool
+from palmette.kernels.backend import KVPool, PendingPages, StreamedPool
 from palmette.radix_cache.tree import Lease, RadixTree
 
 from .sequence import SequenceState
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 class _Swapped:
     start: int  # tokens; at a page's beginning
     end: int
-    data: bytes
+    data: bytes | PendingPages
+    num_bytes: int
 
 
 class SwapSpace:
@@ -51,7 +52,7 @@ class SwapSpace:
     def put(self, sequence: SequenceState, lease: Lease) -> bool:
         """Copy out what only this sequence holds; False when that does not pay or not fit.
 
-        To be called while the lease is open and no step is in flight.
+        To be called while the lease is open. A step in flight writes none of what is copied.
         """
         page_size = self._pool.page_size
         start, end = lease.num_shared, sequence.num_ready
@@ -61,12 +62,16 @@ class SwapSpace:
         if self.num_bytes + len(pages) * self._pool.page_bytes > self._max_bytes:
             return False
         try:
-            data = self._pool.export(pages)
+            pool = self._pool
+            data = (
+                pool.export_later(pages) if isinstance(pool, StreamedPool) else pool.export(pages)
+            )
         except Exception:  # fault boundary: what cannot be copied out is computed again
             logger.exception("pages of request %s were not swapped out", sequence.request_id)
             return False
-        self._swapped[sequence.arrival] = _Swapped(start, end, data)
-        self.num_bytes += len(data)
+        num_bytes = len(pages) * self._pool.page_bytes
+        self._swapped[sequence.arrival] = _Swapped(start, end, data, num_bytes)
+        self.num_bytes += num_bytes
         return True
 
     def restore(self, sequence: SequenceState, lease: Lease, tree: RadixTree) -> int:
@@ -86,7 +91,8 @@ class SwapSpace:
         first, end = frontier // page_size, -(-swapped.end // page_size)
         skipped = (first - swapped.start // page_size) * self._pool.page_bytes
         try:
-            self._pool.import_(lease.page_ids[first:end], swapped.data[skipped:])
+            data = swapped.data if isinstance(swapped.data, bytes) else swapped.data.data()
+            self._pool.import_(lease.page_ids[first:end], data[skipped:])
         except Exception:  # fault boundary: nothing is claimed yet
             logger.exception("pages of request %s were not swapped in", sequence.request_id)
             return 0
@@ -98,4 +104,4 @@ class SwapSpace:
         """Forget what is kept for a sequence, if anything."""
         swapped = self._swapped.pop(sequence.arrival, None)
         if swapped is not None:
-            self.num_bytes -= len(swapped.data)
+            self.num_bytes -= swapped.num_bytes

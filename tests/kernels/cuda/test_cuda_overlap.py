@@ -10,20 +10,32 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from palmette.constrained.spec import GrammarSpec
 from palmette.runtime.config import SchedulerConfig
-from palmette.runtime.fake_runner import Answer, ByteTokenizer, fake_engine, run_all
+from palmette.runtime.fake_runner import Answer, ByteTokenizer, collect, fake_engine
 from palmette.runtime.request import LogprobOptions, Request, SamplingParams
 
 PROMPT = (17, 250, 3, 99, 140, 6, 281)
 
 
-def in_engine(runner: Any, requests: list[Request], *, overlap: bool) -> dict[str, Answer]:
+def in_engine(
+    runner: Any, requests: list[Request], *, overlap: bool, preempted: str = ""
+) -> dict[str, Answer]:
+    """preempted: swapped to the host and back after some steps."""
     engine = fake_engine(
         runner=runner,
         tokenizer=ByteTokenizer(),
         context_length=256,
-        scheduler=SchedulerConfig(overlap=overlap, token_budget=64),
+        scheduler=SchedulerConfig(overlap=overlap, token_budget=64, swap_min_tokens=1),
     )
-    answers = run_all(engine, requests)
+    answers: dict[str, Answer] = {}
+    engine.submit(requests)
+    while engine.has_work:
+        collect(answers, engine.step())
+        engine.check()
+        if preempted and engine.stats().steps == 2:
+            assert engine.preempt(preempted)
+            preempted = ""
+            assert engine.stats().swaps == 1
+    assert preempted == ""
     assert (engine.stats().overlapped_steps > 0) == overlap
     return answers
 
@@ -53,7 +65,7 @@ def test_a_step_ahead_gives_the_answers_of_one_at_a_time(
     device = fake_devices.QueueDevice()
     runner, _ = runner_of(tiny_models.directory("qwen3"), graph_rows=(4,), device=device)
     expected = in_engine(runner, requests, overlap=False)
-    found = in_engine(runner, requests, overlap=True)
+    found = in_engine(runner, requests, overlap=True, preempted="a")
     for name, answer in expected.items():
         assert found[name].token_ids == answer.token_ids, name
         assert found[name].text == answer.text
