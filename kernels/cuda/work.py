@@ -117,7 +117,6 @@ def _groups(
     Parts are one item when they are the same split, full for every row, over the same page ids.
     In a prefix tree rows that share anything share their first page: that is looked at first.
     """
-    everything = np.arange(len(owner))
     per_split = SPLIT // page_size
     firsts = batch.kv_page_ids[pages]
     order = np.argsort(firsts, kind="stable")
@@ -125,14 +124,16 @@ def _groups(
     joined = np.zeros(len(pages), np.bool_)
     joined[order[1:][is_same]] = True
     joined[order[:-1][is_same]] = True
-    full = (split + 1) * SPLIT <= positions[owner] + 1
-    candidates = np.flatnonzero(joined[owner] & full)
+    whole_splits = (positions + 1) // SPLIT  # of a row, from the start
+    candidate = split < np.where(joined, whole_splits, 0)[owner]
+    candidates = np.flatnonzero(candidate)
     if len(candidates) < 2:
+        everything = np.arange(len(owner))
         return everything, everything, np.ones(len(owner), np.int64)
     starts = pages[owner[candidates]] + split[candidates] * per_split
-    lists = batch.kv_page_ids[starts[:, None] + np.arange(per_split)]
-    order, begins, counts = _equal_runs(lists, split[candidates], share_rows)
-    rest = np.setdiff1d(everything, candidates, assume_unique=True)
+    windows = np.lib.stride_tricks.sliding_window_view(batch.kv_page_ids, per_split)
+    order, begins, counts = _equal_runs(windows[starts], split[candidates], share_rows)
+    rest = np.flatnonzero(~candidate)
     members = np.concatenate((candidates[order], rest))
     counts = np.concatenate((counts, np.ones(len(rest), np.int64)))
     begins = np.concatenate((begins, len(order) + np.arange(len(rest))))
@@ -144,13 +145,15 @@ def _equal_runs(
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
     """(order, run starts in it, run lengths): equal rows of `lists` in the same split together.
 
-    Sorted by their first and last page, which decide in a prefix tree; where they do not, the
+    Sorted by split and last page, which decide in a prefix tree; where they do not, the
     neighbours that differ are parted all the same.
     """
-    keys = (lists[:, 0].astype(np.int64) << 32) | lists[:, -1]
-    order = np.lexsort((keys, split))
-    rows = lists[order]
-    differs = (rows[1:] != rows[:-1]).any(axis=1) | (split[order][1:] != split[order][:-1])
+    keys = (split.astype(np.int64) << 32) | lists[:, -1]
+    order = np.argsort(keys, kind="stable")
+    keys, rows = keys[order], lists[order]
+    differs = keys[1:] != keys[:-1]
+    same = np.flatnonzero(~differs)
+    differs[same] = (rows[same] != rows[same + 1]).any(axis=1)
     group_starts = np.append(0, np.flatnonzero(differs) + 1)
     lengths = np.diff(np.append(group_starts, len(order)))
     place = np.arange(len(order)) - np.repeat(group_starts, lengths)

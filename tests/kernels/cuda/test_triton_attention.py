@@ -12,6 +12,7 @@ from attention_cases import Case, Sequence_, make_batch, poisoned_pool, random_r
 pytest.importorskip("triton", reason="triton is not installed")
 
 from palmette.kernels.cuda.triton_attention import TritonAttention
+from palmette.kernels.cuda.work import SPLIT, decode_work
 from palmette.kernels.reference import ReferenceAttention
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -80,6 +81,69 @@ def test_pages_that_rows_share_are_read_once_and_give_the_same_bits(window: int 
     expected, shared = outputs(case, share=True)
     torch.testing.assert_close(shared, expected, rtol=0, atol=TOLERANCE[case.dtype])
     assert torch.equal(shared, outputs(case, share=False)[1])
+
+
+TREE = Case(
+    sequences=(
+        *(Sequence_(1, 520 + i, "a", 512) for i in range(3)),
+        *(Sequence_(1, 300 + 256 * (i % 2), "a", 256 + 256 * (i % 2)) for i in range(4)),
+        Sequence_(1, 260, "b", 256),
+        Sequence_(9, 300, "b", 256),
+        Sequence_(1, 256, "b", 256),
+    )
+)
+
+
+@pytest.mark.parametrize(("page_size", "heads"), [(16, 4), (1, 2), (64, 8)])
+def test_a_tree_of_several_levels_equals_the_reference(page_size: int, heads: int) -> None:
+    """Rows part from each other after one split and after two, and some share nothing; what is
+    read once for several has the bits of what is read for each."""
+    case = Case(sequences=TREE.sequences, page_size=page_size, heads=heads)
+    expected, shared = outputs(case, share=True)
+    torch.testing.assert_close(shared, expected, rtol=0, atol=TOLERANCE[case.dtype])
+    assert torch.equal(shared, outputs(case, share=False)[1])
+    work = decode_work(make_batch(case), page_size=page_size, window=None, share_rows=8)
+    assert work.num_shared >= 2
+
+
+def test_what_must_not_depend_on_the_batch_uses_one_size_of_everything() -> None:
+    """The deterministic mode: the tiles of decode are extend's, shared or not; parts end at fixed
+    positions, of which every tile is a divisor; products and sums are not fused."""
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(dtype=dtype, sequences=FORKS.sequences, head_dim=128)
+        attention = TritonAttention(poisoned_pool(case), num_heads=case.heads)
+        alone = attention.prepare(make_batch(Case(dtype=dtype, sequences=((1, 700),))))
+        assert attention.prepare(make_batch(case)).tiles == attention.tiles_alone == alone.tiles
+        assert SPLIT % alone.tiles.block_n == 0 and SPLIT % 128 == 0
+        assert attention._compile(alone.tiles)["enable_fp_fusion"] is False
+        free = TritonAttention(poisoned_pool(case), num_heads=case.heads, deterministic=False)
+        assert free._compile(alone.tiles)["enable_fp_fusion"] is True
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_bits_of_a_row_of_a_crowd_are_those_alone(page_size: int) -> None:
+    """The last row of a context: decoded alone, among others, over shared pages, and extended."""
+    alone = Case(page_size=page_size, sequences=(Sequence_(1, 520, "a", 512),))
+    crowd = Case(
+        page_size=page_size,
+        sequences=(*alone.sequences, Sequence_(1, 530, "a", 512), (3, 40), (1, 9), (1, 700)),
+    )
+    results = []
+    for case in (alone, crowd):
+        batch = make_batch(case)
+        pool = poisoned_pool(crowd)  # the same pages and numbers for both
+        pages = make_batch(crowd).kv_page_ids[: len(batch.kv_page_ids)]
+        if case is alone:
+            batch.kv_page_ids[:] = pages
+            batch.kv_slots[:] = pages[-1] * page_size + 520 % page_size
+        q, k, v = (rows[: batch.num_tokens] for rows in random_rows(crowd, make_batch(crowd)))
+        for options in ({"share": True}, {"share": False}):
+            attention = TritonAttention(pool, num_heads=case.heads, **options)
+            attention.plan(batch)
+            results.append(attention.run(0, q, k, v)[0])
+    assert torch.isfinite(results[0]).all()
+    for other in results[1:]:
+        assert torch.equal(other, results[0])
 
 
 def test_bits_do_not_depend_on_batch_chunks_or_pages() -> None:
