@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
-from palmette.runtime.text import well_formed
-
-from .expressions import RunDefaults, Stop
+from .expressions import RunDefaults
+from .parameters import SCALARS, ids_of, judged, stop_of, texts_of
 
 # Names of other interfaces, and of gen(), for what run() calls otherwise.
 _ALIASES = {
@@ -68,7 +67,11 @@ def takes_any(signature: inspect.Signature) -> bool:
 
 
 def split_defaults(arguments: Mapping[str, object]) -> tuple[RunDefaults, dict[str, object]]:
-    """The sampling defaults among keyword arguments, and the rest."""
+    """The sampling defaults among keyword arguments, and the rest.
+
+    Raises:
+        ValueError: a default has the wrong type.
+    """
     rest = dict(arguments)
     found: dict[str, object] = {}
     for name, given in zip(RunDefaults._fields, SAMPLING_NAMES, strict=True):
@@ -77,27 +80,13 @@ def split_defaults(arguments: Mapping[str, object]) -> tuple[RunDefaults, dict[s
     if "stop" in found:
         found["stop"] = stop_of(found["stop"])  # type: ignore[arg-type]
     if "stop_regex" in found:
-        found["stop_regex"] = texts_of(found["stop_regex"])  # type: ignore[arg-type]
+        found["stop_regex"] = texts_of("stop_regex", found["stop_regex"])  # type: ignore[arg-type]
     if "stop_token_ids" in found:
         found["stop_token_ids"] = ids_of(found["stop_token_ids"])  # type: ignore[arg-type]
+    for name, given in zip(RunDefaults._fields, SAMPLING_NAMES, strict=True):
+        if name in found and name in SCALARS:
+            found[name] = judged(name, found[name], spelled=given)
     return RunDefaults(**found), rest  # type: ignore[arg-type]
-
-
-def stop_of(stop: str | Sequence[str] | None) -> Stop | None:
-    if isinstance(stop, str):
-        return well_formed(stop)
-    return None if stop is None else tuple(map(well_formed, stop))
-
-
-def ids_of(ids: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if ids is None else tuple(ids)
-
-
-def texts_of(texts: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """One text or several as a tuple."""
-    if isinstance(texts, str):
-        return (well_formed(texts),)
-    return None if texts is None else tuple(map(well_formed, texts))
 
 
 def refuse_unused(arguments: Mapping[str, object]) -> None:

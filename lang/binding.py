@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from typing import Any, get_type_hints
-
-import msgspec
+from typing import Any
 
 from palmette.runtime.text import well_formed
 
-from .arguments import ids_of, stop_of, texts_of
 from .chat import ChatFormat
 from .errors import brief, located
 from .expressions import GenArguments, PlannedOptions, RunDefaults, resolve
@@ -33,6 +29,7 @@ from .ir import (
     Template,
     Text,
 )
+from .parameters import ids_of, judged, stop_of, texts_of
 from .placeholders import fill
 from .program import Given, Plain, Program
 
@@ -164,7 +161,7 @@ def filled(options: GenArguments, arguments: Arguments) -> GenArguments:
     if "stop_token_ids" in changes:
         changes["stop_token_ids"] = ids_of(changes["stop_token_ids"])
     if "stop_regex" in changes:
-        changes["stop_regex"] = texts_of(changes["stop_regex"])
+        changes["stop_regex"] = texts_of("stop_regex", changes["stop_regex"])
     if "stop" in changes:
         changes["stop"] = stop_of(changes["stop"])
     elif isinstance(options.stop, str):
@@ -178,27 +175,8 @@ def filled(options: GenArguments, arguments: Arguments) -> GenArguments:
 
 
 def _judged(name: str, value: object) -> object:
-    """An argument as a parameter of gen(): what a stranger sends has no type yet.
-
-    Raises:
-        ValueError: it has another type than the parameter.
-    """
-    if value is None:
-        return GenArguments._field_defaults[name]
-    try:
-        return msgspec.convert(value, _kinds()[name])
-    except RecursionError:
-        raise ValueError(f"{name}: is nested too deeply") from None
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{name}: {str(error)[0].lower()}{str(error)[1:]}") from None
-
-
-@cache
-def _kinds() -> dict[str, Any]:
-    """What each parameter of gen() may be given as."""
-    texts = str | list[str] | None
-    kinds = {"stop": texts, "stop_regex": texts, "stop_token_ids": list[int] | None}
-    return get_type_hints(GenArguments) | kinds
+    """An argument as a parameter of gen(); None: the parameter's own default."""
+    return GenArguments._field_defaults[name] if value is None else judged(name, value)
 
 
 def _choices(node: Select, arguments: Arguments) -> tuple[str, ...]:

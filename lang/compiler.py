@@ -232,7 +232,10 @@ class TracingHost(Host):
         if any(isinstance(value, Placeholder) for value in arguments):  # these have no hash
             return self._planned(arguments)
         key = arguments, self.defaults if self._is_inner else None
-        planned = self._tracing.planned.get(key)
+        try:
+            planned = self._tracing.planned.get(key)
+        except TypeError:  # a list where there is no place for one; it is told of below
+            return self._planned(arguments)
         if planned is None:
             planned = self._tracing.planned[key] = self._planned(arguments)
         return planned

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from palmette.constrained.spec import GrammarKind, GrammarSpec
 from palmette.runtime.reasoning import reasoning_of, reasoning_until
@@ -30,9 +30,9 @@ from .ir import (
     Slot,
     Template,
 )
+from .parameters import SCALARS, Stop, judged, text_of
 from .typed import OutputType
 
-Stop: TypeAlias = str | tuple[str, ...]
 T = TypeVar("T")
 
 _DTYPE_REGEX = {"int": REGEX_INT, "float": REGEX_FLOAT, "bool": REGEX_BOOL, "str": REGEX_STR}
@@ -251,13 +251,22 @@ class RunDefaults(NamedTuple):
     return_text_in_logprobs: bool | None = None
 
 
-@lru_cache(maxsize=4096)
 def resolve(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
     """What one gen() of one run asks for.
 
     Raises:
-        RequestError: a value is out of range.
+        ValueError: a value is out of range or of the wrong type.
     """
+    try:
+        return _resolved(arguments, defaults)
+    except TypeError:  # a list where there is no place for one: it has no hash
+        _typed(arguments)
+        raise
+
+
+@lru_cache(maxsize=4096)
+def _resolved(arguments: GenArguments, defaults: RunDefaults) -> GenOptions:
+    arguments = _typed(arguments)
     stop = _or(arguments.stop, defaults.stop)
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     grammar = arguments.grammar
@@ -319,6 +328,20 @@ def _reasoning(arguments: GenArguments, grammar: GrammarSpec | None) -> Reasonin
     return None if end is None else reasoning_until(well_formed(end))
 
 
+def _typed(arguments: GenArguments) -> GenArguments:
+    """
+    Raises:
+        ValueError: a value has another type than its parameter.
+    """
+    given: dict[str, object] = {name: getattr(arguments, name) for name in SCALARS}
+    changes: dict[str, Any] = {
+        name: judged(name, value)
+        for name, value in given.items()
+        if value is not GenArguments._field_defaults[name]
+    }
+    return arguments._replace(**changes)
+
+
 def _logprobs(arguments: GenArguments, defaults: RunDefaults) -> LogprobOptions:
     if not _or(arguments.return_logprob, defaults.return_logprob):
         return LogprobOptions()
@@ -363,9 +386,9 @@ def grammar_of(
         ValueError: it is none, or `options` are given for what is no JSON.
     """
     if regex is not None:
-        spec = GrammarSpec(kind=GrammarKind.REGEX, source=well_formed(regex))
+        spec = GrammarSpec(kind=GrammarKind.REGEX, source=text_of("regex", regex))
     elif ebnf is not None:
-        spec = GrammarSpec(kind=GrammarKind.EBNF, source=well_formed(ebnf))
+        spec = GrammarSpec(kind=GrammarKind.EBNF, source=text_of("ebnf", ebnf))
     elif structural_tag is not None:
         spec = _tag_spec(structural_tag)
     elif json_schema is not None:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast, overload
 
 from palmette.runtime.reasoning import reasoning_of
-from palmette.runtime.text import well_formed
 
-from .arguments import ids_of, refuse_unused, stop_of, texts_of
+from .arguments import refuse_unused
 from .choices import ChoicesMethod, token_length_normalized
 from .errors import brief
 from .expressions import (
@@ -24,6 +23,7 @@ from .expressions import (
 )
 from .host import located_at_caller
 from .ir import Asking
+from .parameters import biases_of, ids_of, judged, stop_of, texts_of
 from .typed import output_type
 
 if TYPE_CHECKING:
@@ -205,14 +205,14 @@ def gen(
     output = None if type is None else output_type(cast(Any, type))
     if choices is not None:
         method = choices_method or token_length_normalized
-        return _select(name, choices, method, Asking(priority, timeout, retry))
+        return _select(name, choices, method, _asking(priority, timeout, retry))
     arguments = GenArguments(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=n,
         stop=stop_of(stop),
         stop_token_ids=ids_of(stop_token_ids),
-        stop_regex=texts_of(stop_regex),
+        stop_regex=texts_of("stop_regex", stop_regex),
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
@@ -240,7 +240,7 @@ def gen(
             },
         ),
         seed=seed,
-        logit_bias=_pairs(logit_bias) if logit_bias else (),
+        logit_bias=biases_of(logit_bias),
         repetition_penalty=repetition_penalty,
         skip_special_tokens=skip_special_tokens,
         reasoning_end=reasoning_end,
@@ -251,10 +251,6 @@ def gen(
         type=output,
     )
     return GenExpr(name, arguments)
-
-
-def _pairs(logit_bias: Mapping[int | str, float]) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted((int(key), bias) for key, bias in logit_bias.items()))
 
 
 def gen_int(
@@ -339,14 +335,29 @@ def select(
         raise ValueError(
             f"temperature: {temperature} is out of range; select does not sample, it must be 0"
         )
-    return _select(name, choices, choices_method, Asking(priority, timeout, retry))
+    return _select(name, choices, choices_method, _asking(priority, timeout, retry))
 
 
 def _select(
     name: str | None, choices: Sequence[str], method: ChoicesMethod, asking: Asking
 ) -> SelectExpr:
+    texts = texts_of("choices", choices)
+    if not texts or isinstance(choices, str):
+        raise ValueError(f"choices: {choices!r:.60} must be a list of at least one text")
+    if not all(texts):
+        raise ValueError("choices: an empty text cannot be scored")
+    if not hasattr(method, "needs_unconditional"):
+        what = f"choices_method: {method!r:.60} is none"
+        raise ValueError(f"{what}; use one such as token_length_normalized")
+    return SelectExpr(name, texts, method, asking)
+
+
+def _asking(priority: int, timeout: float | None, retry: int) -> Asking:
+    asking = Asking(
+        judged("priority", priority), judged("timeout_s", timeout), judged("retry", retry)
+    )
     asking.check()
-    return SelectExpr(name, _choices(choices), method, asking)
+    return asking
 
 
 @overload
@@ -391,12 +402,3 @@ def _separated(expr: Expr, model_type: str) -> Expr:
 def _gen_dtype(dtype: str, **arguments: object) -> Expr:
     make: Callable[..., Expr] = gen
     return make(dtype=dtype, **arguments)
-
-
-def _choices(choices: Sequence[str]) -> tuple[str, ...]:
-    texts = tuple(str.__str__(text) if isinstance(text, str) else text for text in choices)
-    if not texts or isinstance(choices, str) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"choices: {brief(choices)} must be a list of at least one text")
-    if not all(texts):
-        raise ValueError("choices: an empty text cannot be scored")
-    return tuple(map(well_formed, texts))

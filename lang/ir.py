@@ -192,8 +192,6 @@ class Asking(NamedTuple):
         Raises:
             ValueError: a value is out of range.
         """
-        if self.priority != int(self.priority):
-            raise ValueError(f"priority: {self.priority} is no whole number")
         if self.retry < 0:
             raise ValueError(f"retry: {self.retry} is out of range; it must be >= 0")
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:

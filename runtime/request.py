@@ -12,6 +12,7 @@ and the engine itself all call it.
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -72,6 +73,10 @@ class SamplingParams:
     no_stop_trim: bool = False  # keep the matched stop string or id in the text
 
     def __post_init__(self) -> None:
+        _check_whole("max_new_tokens", self.max_new_tokens)
+        _check_whole("min_new_tokens", self.min_new_tokens)
+        _check_whole("top_k", self.top_k)
+        _check_whole("seed", self.seed)
         if self.max_new_tokens is not None and self.max_new_tokens < 0:
             raise _out_of_range("max_new_tokens", self.max_new_tokens, ">= 0")
         if self.min_new_tokens < 0:
@@ -90,6 +95,9 @@ class SamplingParams:
         _check_range("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
         for token_id, bias in self.logit_bias:
             _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        for text in (*self.stop, *self.stop_regex):
+            if not isinstance(text, str):
+                raise RequestError(f"stop: {text!r:.60} is no text", field="stop")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise _out_of_range("seed", self.seed, "a 64-bit integer")
         if any(not text for text in self.stop):
@@ -362,6 +370,9 @@ def check_request(request: Request, info: EngineInfo) -> None:
     _check_token_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
     _check_count("logit_bias", len(sampling.logit_bias), limits.max_logit_bias)
     _check_token_ids("logit_bias", tuple(i for i, _ in sampling.logit_bias), info.vocab_size)
+    _check_whole("priority", request.priority)
+    _check_whole("top_logprobs", request.logprobs.num_top)
+    _check_whole("logprob_start_len", request.logprobs.prompt_start)
     if request.logprobs.num_top < 0:
         raise _out_of_range("top_logprobs", request.logprobs.num_top, ">= 0")
     _check_count("top_logprobs", request.logprobs.num_top, limits.max_top_logprobs)
@@ -405,10 +416,17 @@ def _out_of_range(field: str, value: object, wanted: str) -> RequestError:
 def _check_range(
     field: str, value: float, low: float, high: float, *, low_open: bool = False
 ) -> None:
+    if not isinstance(value, int | float):
+        raise RequestError(f"{field}: {value!r:.60} is no number", field=field)
     inside = (low < value if low_open else low <= value) and value <= high
     if not inside or not math.isfinite(value):  # NaN fails every comparison
         left = "(" if low_open else "["
         raise _out_of_range(field, value, f"in {left}{low}, {high}]")
+
+
+def _check_whole(field: str, value: object) -> None:
+    if value is not None and not isinstance(value, int):
+        raise RequestError(f"{field}: {value!r:.60} is no whole number", field=field)
 
 
 def _check_count(field: str, count: int, limit: int, *, unit: str = "entries") -> None:
@@ -417,9 +435,14 @@ def _check_count(field: str, count: int, limit: int, *, unit: str = "entries") -
 
 
 def _check_token_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
-    for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"{field}: token id {token_id} is outside the vocabulary 0..{vocab_size - 1}",
-                field=field,
-            )
+    try:
+        array("q", ids)  # in C, as prompts are long; takes whole numbers only
+    except (TypeError, OverflowError):
+        for token_id in ids:
+            _check_whole(field, token_id)
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise RequestError(
+            f"{field}: token id {wrong} is outside the vocabulary 0..{vocab_size - 1}",
+            field=field,
+        )
