@@ -346,7 +346,7 @@ def _select(
         raise ValueError(f"choices: {choices!r:.60} must be a list of at least one text")
     if not all(texts):
         raise ValueError("choices: an empty text cannot be scored")
-    if not hasattr(method, "needs_unconditional"):
+    if not callable(method):
         what = f"choices_method: {method!r:.60} is none"
         raise ValueError(f"{what}; use one such as token_length_normalized")
     return SelectExpr(name, texts, method, asking)

@@ -17,7 +17,6 @@ import msgspec
 
 from palmette.constrained.spec import GrammarSpec
 
-from .arguments import stop_of
 from .chat import ROLES
 from .choices import (
     ChoicesMethod,
@@ -49,6 +48,7 @@ from .ir import (
     Tokens,
     ValueId,
 )
+from .parameters import stop_of
 from .placeholders import FORMAT
 from .program import Given, Item, Parameter, Program, check_depth
 from .program_wire import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -21,6 +21,7 @@ from palmette.runtime.config import EngineConfig
 from palmette.runtime.request import EngineInfo, Output, Request
 from palmette.runtime.simulation import Answer, Simulation, twin
 
+from .choices import ChoiceScores, Decision, needs_unconditional
 from .content import Encoder
 from .executor import Answered, CallRecord, name_of
 from .ir import Call, Gen, Node, Select
@@ -33,8 +34,6 @@ from .trace import Recorder
 _WORDS = " time year people way day man thing woman life child world school state family student"
 _LETTERS = "abcdefghijklmnop"
 _MOST_TOKENS = 1 << 16  # of a sequence, where the engine is not in this process
-_LOST = -1.0  # the score of a choice that is not taken
-_ALONE = -5.0  # of a choice without the prompt
 _NO_STOPS = {"stop": (), "stop_regex": (), "stop_token_ids": (), "ignore_eos": True}
 
 
@@ -49,6 +48,11 @@ class Scripted(NamedTuple):
 class Script(Protocol):
     """What requests get."""
 
+    @property
+    def chosen(self) -> Mapping[tuple[int, int], int]:
+        """Of (which program, value of a select) its choice."""
+        ...
+
     def answer(self, run: int, request: Request) -> Scripted:
         """`run` counts the programs."""
         ...
@@ -60,6 +64,7 @@ class Rehearsal:
     def __init__(self, simulation: Simulation, script: Script, *, is_streamed: bool) -> None:
         """`is_streamed`: whether the texts would be read as they come."""
         self.simulation = simulation
+        self._script = script
         self._client = _Client(simulation, script, is_streamed)
         self._session = Session(self._client)
 
@@ -75,7 +80,7 @@ class Rehearsal:
             reading = Recorder(self._session, batch, critical_path(nodes))
             self._client.runs[reading.run.run_id] = index
             for node in nodes:
-                reading.append(node)
+                reading.append(self._decided(index, node))
             reading.close()
             readings.append(reading)
         for reading in readings:
@@ -83,6 +88,25 @@ class Rehearsal:
             if reading.error is not None:
                 raise reading.error
         return [reading.records for reading in readings]
+
+    def _decided(self, run: int, node: Node) -> Node:
+        """A select that takes what the script says, whatever its method makes of the scores."""
+        index = self._script.chosen.get((run, node.value)) if isinstance(node, Select) else None
+        if index is None:
+            return node
+        assert isinstance(node, Select)
+        return node._replace(method=_Taken(index, needs_unconditional(node.method)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A ChoicesMethod that has decided."""
+
+    index: int
+    needs_unconditional: bool
+
+    def __call__(self, scores: ChoiceScores, /) -> Decision:
+        return Decision(index=self.index, meta={})
 
 
 class _Client:
@@ -147,7 +171,7 @@ class Guess:
         self._lengths = lengths
         self._knows_grammars = knows_grammars
         self._words = word_ids(encoder)
-        self._chosen: dict[tuple[int, int], int] = {}
+        self.chosen: dict[tuple[int, int], int] = {}
         self._names: dict[tuple[int, int], str | None] = {}
         for run, nodes in enumerate(programs):
             for node in nodes:
@@ -155,13 +179,13 @@ class Guess:
                     self._names[run, node.value] = node.name
                 if isinstance(node, Select):
                     sizes = [len(encoder.encode(c, trusted=node.trusted)) for c in node.choices]
-                    self._chosen[run, node.value] = sizes.index(max(sizes))
+                    self.chosen[run, node.value] = sizes.index(max(sizes))
 
     def answer(self, run: int, request: Request) -> Scripted:
         num_prompt, sampling = len(request.prompt_ids), request.sampling
-        value, place = _split_name(name_of(request))
-        if (run, value) in self._chosen:
-            return Scripted(request, _scored(num_prompt, place, self._chosen[run, value]))
+        value = _value_of(request)
+        if (run, value) in self.chosen:
+            return Scripted(request, Answer(num_prompt))
         grammar = self._shortest(request)
         if grammar is not None:
             end = self._simulation.engine.info.eos_token_ids
@@ -221,7 +245,7 @@ class Known:
             for record in made
             for answered in record.answers
         }
-        self._chosen = {
+        self.chosen = {
             (run, int(node.value)): node.choices.index(chosen[run][node.value])
             for run, nodes in enumerate(programs)
             for node in nodes
@@ -230,15 +254,13 @@ class Known:
 
     def answer(self, run: int, request: Request) -> Scripted:
         num_prompt = len(request.prompt_ids)
-        value, place = _split_name(name_of(request))
-        if (run, value) in self._chosen:
-            return Scripted(request, _scored(num_prompt, place, self._chosen[run, value]))
         answered = self._answers.get((run, name_of(request)))
         if answered is None or answered.finish is None:
             return Scripted(request, Answer(num_prompt))
         ids, matched = answered.token_ids, answered.finish.matched
-        if request.grammar is not None and self._knows_grammars:
-            return Scripted(request, Answer(num_prompt, ids, self._end(matched)))
+        if request.grammar is not None and self._knows_grammars and not isinstance(matched, str):
+            return Scripted(request, Answer(num_prompt, ids, [] if matched is None else [matched]))
+        # The tokens that a stop string took are not told, so the grammar cannot go along.
         # Whatever ended it, a stop that was met is a token more than it shows, and not computed.
         length = len(ids) + (matched is not None)
         sampling = replace(
@@ -250,22 +272,9 @@ class Known:
         changed = replace(request, grammar=None, sampling=sampling)
         return Scripted(changed, Answer(num_prompt, ids), answered)
 
-    def _end(self, matched: int | str | None) -> Sequence[int]:
-        """The tokens that a stop took, which are not told."""
-        if isinstance(matched, int):
-            return [matched]
-        return [] if matched is None else self._encoder.encode(matched, trusted=False)
 
-
-def _split_name(name: str) -> tuple[int, str]:
-    value, _, place = name.partition(".")
-    return int(value.partition("~")[0]), place
-
-
-def _scored(num_prompt: int, place: str, chosen: int) -> Answer:
-    if place.startswith("u"):
-        return Answer(num_prompt, score=_ALONE)
-    return Answer(num_prompt, score=0.0 if place == str(chosen) else _LOST)
+def _value_of(request: Request) -> int:
+    return int(name_of(request).partition(".")[0].partition("~")[0])
 
 
 def word_ids(encoder: Encoder) -> list[int]:

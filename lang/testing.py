@@ -311,6 +311,8 @@ class FakeModel:
         filler = self._tokenizer.encode(self._default) or [EOS]
         limit = sampling.max_new_tokens if sampling.max_new_tokens is not None else 1 << 30
         wanted = limit if sampling.ignore_eos else sampling.min_new_tokens
+        if request.grammar is not None:
+            wanted = 0  # a text that is whole ends there
         while len(ids) < min(wanted, limit):
             ids += filler
         for end in range(1, min(len(ids), limit) + 1):

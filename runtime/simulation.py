@@ -39,7 +39,6 @@ class Answer:
     num_prompt: int
     token_ids: Sequence[int] = ()
     end: Sequence[int] = ()
-    score: float = 0.0  # log-probability of each token that is only scored
 
     def token(self, position: int) -> int:
         place = position - self.num_prompt
@@ -95,17 +94,13 @@ class AnsweringRunner:
     def sample(self, params: SampleBatch) -> SampleResult:
         count = len(params.seeds)
         token_ids = np.array(params.targets, np.int32)
-        logprobs = np.zeros(count, np.float32)
         tops = [max(int(wanted), 0) for wanted in params.num_top]
-        for row in range(count):
+        for row in np.flatnonzero(token_ids < 0):
             answer = self.answers[int(params.seeds[row])]
-            if token_ids[row] < 0:
-                token_ids[row] = answer.token(int(params.positions[row]))
-            else:
-                logprobs[row] = answer.score
+            token_ids[row] = answer.token(int(params.positions[row]))
         return SampleResult(
             token_ids=token_ids,
-            logprobs=logprobs,
+            logprobs=np.zeros(count, np.float32),
             top_ids=tuple(np.arange(k, dtype=np.int32) if k else _NO_IDS for k in tops),
             top_logprobs=tuple(np.zeros(k, np.float32) if k else _NO_VALUES for k in tops),
         )

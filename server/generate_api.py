@@ -178,9 +178,9 @@ def _prompt_start(start: int, sampling: SamplingBody, num_prompt: int) -> int | 
     """Where prompt log-probabilities begin; a request that only scores gets all of them."""
     if start == -1:
         return 0 if sampling.max_new_tokens == 0 else None
-    if not 0 <= start < num_prompt:
+    if not 0 <= start <= num_prompt:
         raise invalid(
-            f"logprob_start_len: {start} is out of range; it must be -1 or 0..{num_prompt - 1}",
+            f"logprob_start_len: {start} is out of range; it must be -1 or 0..{num_prompt}",
             "logprob_start_len",
         )
     return start

@@ -159,6 +159,45 @@ def test_texts_that_end_early_are_exact_for_the_run_that_was_made(engine: pm.Eng
         assert [call.predicted.forced_tokens for call in after.calls] == measured
 
 
+@pytest.mark.parametrize("method", [pm.constrained_likelihood, pm.greedy_token_selection])
+@pytest.mark.parametrize("choices", [["the cat", "the dog", "the"], [" long one", "s"]])
+def test_the_choice_that_was_made_is_the_one_that_is_forecast(
+    engine: pm.Engine, choices: list[str], method: Any
+) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "abc def" + pm.select("a", choices, choices_method=method)
+        s += pm.select("b", ["é", "中", "e"], choices_method=method)
+        s += pm.gen("c", max_tokens=3)
+
+    forecast = program.compile().explain(backend=engine, analyze=True)
+    assert forecast.is_exact, str(forecast)
+    assert counts(forecast, "predicted") == counts(forecast, "measured")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ebnf": 'root ::= "a" [0-9] ("b"|"cc")', "stop_regex": "[0-9]"},
+        {"dtype": str, "stop_regex": "[A-Za-z0-9]"},
+        {"regex": "[a-z]{4}", "stop": ["b", "cd", "z"]},
+        {"dtype": int},
+    ],
+)
+def test_a_stop_inside_of_a_constraint_is_forecast_exactly(
+    engine: pm.Engine, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "abc" + pm.gen("a", max_tokens=12, temperature=0, **options)
+        s += " and then" + pm.gen("b", max_tokens=2)
+
+    forecast = program.compile().explain(backend=engine, analyze=True)
+    assert forecast.is_exact, str(forecast)
+    assert counts(forecast, "predicted") == counts(forecast, "measured")
+    assert not caplog.records
+
+
 def test_steps_pages_chain_and_money(engine: pm.Engine) -> None:
     prices = pm.Prices(input=2.0, output=10.0, cached_input=0.5)
     forecast = forked.compile().explain(backend=engine, q="Why?", prices=prices)

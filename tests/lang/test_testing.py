@@ -146,6 +146,19 @@ def test_texts_for_schemas_are_valid(schema: object) -> None:
     assert satisfies(spec, text)
 
 
+@pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 9}])
+@pytest.mark.parametrize("constraint", [{"regex": "[0-9]{2}"}, {"json_schema": {"enum": ["x"]}}])
+def test_a_constrained_text_that_is_whole_ends(
+    constraint: dict[str, object], options: dict[str, int]
+) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "q" + pm.gen("a", max_tokens=12, **options, **constraint)  # type: ignore[call-overload]
+
+    state = program.run(backend=FakeModel())
+    assert state["a"] in ("00", '"x"'), state["a"]
+
+
 def test_what_breaks_a_constraint_is_seen() -> None:
     integer = GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source='{"type": "integer"}')
     assert not satisfies(integer, '"x"')

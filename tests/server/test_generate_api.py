@@ -112,6 +112,14 @@ def test_the_first_log_probability_can_be_had(server: RunningServer) -> None:
     assert rows[1:] == exact[1:]
 
 
+def test_a_start_at_the_end_of_the_prompt_scores_nothing(server: RunningServer) -> None:
+    for new in (0, 2):
+        body = {"text": "abcd", "sampling_params": {"max_new_tokens": new}, "return_logprob": True}
+        meta = server.generate(**body, logprob_start_len=4)["meta_info"]
+        assert meta["input_token_logprobs"] == []
+        assert len(meta["output_token_logprobs"]) == new
+
+
 def test_scoring_ids_without_a_start_scores_all(server: RunningServer) -> None:
     [answer] = server.generate(
         input_ids=[[97, 98, 99, 100]],
