@@ -23,7 +23,7 @@ from .expressions import (
 )
 from .host import located_at_caller
 from .ir import Asking
-from .parameters import biases_of, ids_of, judged, stop_of, texts_of
+from .parameters import biases_of, ids_of, judged, refuse_unknown, stop_of, texts_of
 from .typed import output_type
 
 if TYPE_CHECKING:
@@ -341,6 +341,7 @@ def select(
 def _select(
     name: str | None, choices: Sequence[str], method: ChoicesMethod, asking: Asking
 ) -> SelectExpr:
+    refuse_unknown(choices)
     texts = texts_of("choices", choices)
     if not texts or isinstance(choices, str):
         raise ValueError(f"choices: {choices!r:.60} must be a list of at least one text")

@@ -54,12 +54,24 @@ def judged(name: str, value: object, *, spelled: str | None = None) -> Any:
         ValueError: it has another type; names the parameter, the value and the type.
     """
     kind, word = _KINDS[name]
+    given = _plain(value)
     try:
-        return msgspec.convert(_plain(value), kind)
+        msgspec.convert(given, kind)
     except msgspec.ValidationError:
+        refuse_unknown(value)
         raise ValueError(
             f"{spelled or _SPELLED.get(name, name)}: {value!r:.60} is no {word}"
         ) from None
+    return given
+
+
+def refuse_unknown(value: object) -> None:
+    """
+    Raises:
+        ConcretizationError: it stands for an argument that is not known yet; says what to do.
+    """
+    if isinstance(value, str):
+        hash(value)  # which such a one does not have
 
 
 def _plain(value: object) -> object:
