@@ -344,11 +344,11 @@ def _select(
     refuse_unknown(choices)
     texts = texts_of("choices", choices)
     if not texts or isinstance(choices, str):
-        raise ValueError(f"choices: {choices!r:.60} must be a list of at least one text")
+        raise ValueError(f"choices: {brief(choices)} must be a list of at least one text")
     if not all(texts):
         raise ValueError("choices: an empty text cannot be scored")
     if not callable(method):
-        what = f"choices_method: {method!r:.60} is none"
+        what = f"choices_method: {brief(method)} is none"
         raise ValueError(f"{what}; use one such as token_length_normalized")
     return SelectExpr(name, texts, method, asking)
 

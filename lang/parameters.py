@@ -9,6 +9,8 @@ import msgspec
 
 from palmette.runtime.text import well_formed
 
+from .errors import brief
+
 Stop: TypeAlias = str | tuple[str, ...]
 
 _WHOLE, _REAL, _FLAG = (int | None, "whole number"), (float | None, "number"), (bool, "bool")
@@ -57,10 +59,10 @@ def judged(name: str, value: object, *, spelled: str | None = None) -> Any:
     given = _plain(value)
     try:
         msgspec.convert(given, kind)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, RecursionError):
         refuse_unknown(value)
         raise ValueError(
-            f"{spelled or _SPELLED.get(name, name)}: {value!r:.60} is no {word}"
+            f"{spelled or _SPELLED.get(name, name)}: {brief(value)} is no {word}"
         ) from None
     return given
 
@@ -87,7 +89,7 @@ def text_of(name: str, value: object) -> str:
         ValueError: it is no text.
     """
     if not isinstance(value, str):
-        raise ValueError(f"{name}: {value!r:.60} is no text")
+        raise ValueError(f"{name}: {brief(value)} is no text")
     return well_formed(str.__str__(value))
 
 
@@ -134,7 +136,7 @@ def biases_of(logit_bias: Mapping[int | str, float] | None) -> tuple[tuple[int, 
         biases = msgspec.convert(dict(pairs), dict[int, float])
     except (AttributeError, TypeError, ValueError):
         raise ValueError(
-            f"logit_bias: {logit_bias!r:.60} is no dict of token ids to numbers"
+            f"logit_bias: {brief(logit_bias)} is no dict of token ids to numbers"
         ) from None
     return tuple(sorted(biases.items()))
 
@@ -142,8 +144,8 @@ def biases_of(logit_bias: Mapping[int | str, float] | None) -> tuple[tuple[int, 
 def _items(name: str, values: object) -> Sequence[Any]:
     """The members of a list, tuple or set of a parameter."""
     if isinstance(values, Mapping | bytes):
-        raise ValueError(f"{name}: {values!r:.60} is no list")
+        raise ValueError(f"{name}: {brief(values)} is no list")
     try:
         return list(values)  # type: ignore[call-overload,no-any-return]
     except TypeError:
-        raise ValueError(f"{name}: {values!r:.60} is no list") from None
+        raise ValueError(f"{name}: {brief(values)} is no list") from None
