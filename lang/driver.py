@@ -180,16 +180,17 @@ class AsyncDriver:
     async def _send(self) -> None:
         """New requests and aborts: in a thread where they would wait for a poll there."""
         session = self._session
-        stopped, self._to_stop = self._to_stop, []
+        polls = self._poll is not None
+        stopped = tuple(self._to_stop)  # which stay there until it is done: this may be cancelled
         group = session.next_group()
-        if self._poll is None:
+        if group and not polls:
             session.send_group(group)
-            if stopped:
-                session.client.abort(stopped)
-            return
-        if stopped:
+        if stopped and polls:
             await self._loop.run_in_executor(None, session.client.abort, stopped)
-        if group:
+        elif stopped:
+            session.client.abort(stopped)
+        del self._to_stop[: len(stopped)]
+        if group and polls:
             await self._loop.run_in_executor(None, session.send_group, group)
 
     async def _sleep(self, seconds: float | None) -> None:
