@@ -66,7 +66,8 @@ class CallForecast:
     branch: str  # "fork 0/2" in the first of two forks
     line: Line
     num_requests: int
-    waits_for: tuple[int, ...]  # the calls that it goes on from
+    waits_for: tuple[int, ...]  # calls that must have ended
+    continues: int | None = None  # the call whose prompt and text its prompt begins with
     is_critical: bool  # on the longest chain of generation
     predicted: Counts
     measured: Counts | None

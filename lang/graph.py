@@ -1,4 +1,7 @@
-"""A forecast as a picture: calls in layers, edges with the tokens that are cached along them.
+"""A forecast as a picture: calls in layers, and what they wait for.
+
+A full edge is a prompt that goes on, with the tokens that are found cached of it; a dotted one is a
+value, or what a fork wrote, in the text.
 
 Graphviz's language for those who have it, and SVG and HTML drawn here, with nothing else needed.
 """
@@ -23,9 +26,10 @@ def dot(forecast: Forecast) -> str:
         style = ", penwidth=2" if call.is_critical else ""
         label = "\\n".join(_label(call))
         lines.append(f'  {_id(call)} [label="{_escaped(label)}"{style}];')
-        cached = call.predicted.cached_tokens
         for value in call.waits_for:
-            lines.append(f'  c{call.run}_{value} -> {_id(call)} [label="{cached} cached"];')
+            is_prompt = value == call.continues
+            look = f'label="{_hits(call)}"' if is_prompt else "style=dotted"
+            lines.append(f"  c{call.run}_{value} -> {_id(call)} [{look}];")
     return "\n".join([*lines, "}"])
 
 
@@ -43,7 +47,8 @@ def svg(forecast: Forecast) -> str:
     ]
     for call in forecast.calls:
         for value in call.waits_for:
-            parts.append(_edge(places[call.run, value], places[call.run, call.value], call))
+            label = _hits(call) if value == call.continues else None
+            parts.append(_edge(places[call.run, value], places[call.run, call.value], label))
     parts += [_box(places[call.run, call.value], call) for call in forecast.calls]
     return "\n".join([*parts, "</svg>"])
 
@@ -88,15 +93,19 @@ def _box(place: _Place, call: CallForecast) -> str:
     )
 
 
-def _edge(start: _Place, end: _Place, call: CallForecast) -> str:
+def _edge(start: _Place, end: _Place, label: str | None) -> str:
     x1, y1 = _corner(start)
     x2, y2 = _corner(end)
     x1, x2, y1 = x1 + _WIDTH // 2, x2 + _WIDTH // 2, y1 + _HEIGHT
-    label = f"{call.predicted.cached_tokens} cached"
-    return (
-        f'<path d="M{x1} {y1}L{x2} {y2}" stroke="#667" fill="none" marker-end="url(#end)"/>'
-        f'<text x="{x2 + 4}" y="{y2 - 8}" fill="#667">{label}</text>'
+    look = ' stroke-dasharray="2 3"' if label is None else ""
+    path = (
+        f'<path d="M{x1} {y1}L{x2} {y2}" stroke="#667" fill="none"{look} marker-end="url(#end)"/>'
     )
+    return path + (f'<text x="{x2 + 4}" y="{y2 - 8}" fill="#667">{label}</text>' if label else "")
+
+
+def _hits(call: CallForecast) -> str:
+    return f"{call.predicted.cached_tokens} cached"
 
 
 def _label(call: CallForecast) -> list[str]:

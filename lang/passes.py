@@ -4,6 +4,7 @@ and from nodes to facts about them.
     merge_texts(program)       texts in a row become one
     drop_dead(program)         work that nothing can read goes
     last_uses(nodes)           after which node a state is used no more
+    continued(nodes)           which call's prompt and text a call's prompt begins with
     sibling_groups(nodes)      calls that wait for the same calls, so they go out together
     critical_path(nodes)       how much generation still hangs on each call
     constant_texts(nodes)      what can be encoded before anything is known
@@ -276,6 +277,25 @@ def dependencies(nodes: Sequence[Node]) -> dict[ValueId, frozenset[ValueId]]:
             direct[node.value] = rests
             before[node.target] = of_value[node.value] = frozenset((node.value,))
     return direct
+
+
+def continued(nodes: Sequence[Node]) -> dict[ValueId, ValueId]:
+    """For each call the one whose prompt and text its own prompt begins with, where there is one.
+
+    Others that it waits for stand in its text, as values or as what forks wrote.
+    """
+    before: dict[StateId, ValueId] = {}  # the last call of a state
+    found: dict[ValueId, ValueId] = {}
+    for node in nodes:
+        if isinstance(node, Call):
+            continue
+        if node.source in before:
+            before[node.target] = before[node.source]
+        if isinstance(node, Gen | Select):
+            if node.source in before:
+                found[node.value] = before[node.source]
+            before[node.target] = node.value
+    return found
 
 
 def sibling_groups(nodes: Sequence[Node]) -> list[tuple[ValueId, ...]]:

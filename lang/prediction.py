@@ -19,7 +19,7 @@ from .executor import CallRecord
 from .expressions import RunDefaults
 from .forecast import CallForecast, Counts, Forecast, Prices
 from .ir import Gen, Node, Select, ValueId
-from .passes import critical_path, dependencies, most_tokens
+from .passes import continued, critical_path, dependencies, most_tokens
 from .program import Program
 from .rehearsal import Guess, Known, Rehearsal, Script, assumed, knows_grammars, simulation_of
 from .served import can_be_sent, told_defaults
@@ -250,6 +250,7 @@ def _forecast(
                         line=node.line,
                         num_requests=len(record.usages),
                         waits_for=facts.waits_for[node.value],
+                        continues=facts.continues.get(node.value),
                         is_critical=node.value in facts.critical,
                         predicted=Counts.of(record),
                         measured=Counts.of(found[node.value]) if node.value in found else None,
@@ -279,6 +280,7 @@ class _Facts:
             value: tuple(sorted(int(one) for one in before))
             for value, before in dependencies(nodes).items()
         }
+        self.continues = continued(nodes)
         after = critical_path(nodes)
         self.longest = max(after.values(), default=0)
         self.critical: set[ValueId] = set()

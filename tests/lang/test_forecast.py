@@ -286,6 +286,26 @@ def test_text_json_and_pictures(engine: pm.Engine) -> None:
     )
 
 
+def test_hits_stand_at_the_edge_along_which_the_prompt_goes_on(engine: pm.Engine) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += LONG
+        forks = s.fork(2)
+        forks += pm.gen("p", max_tokens=4, ignore_eos=True)
+        forks[0] += " and " + forks[1]["p"] + pm.gen("q", max_tokens=4, ignore_eos=True)
+
+    forecast = program.compile().explain(backend=engine)
+    first, second, last = forecast.calls
+    assert last.waits_for == (first.value, second.value)
+    assert [call.continues for call in forecast.calls] == [None, None, first.value]
+    assert last.predicted.cached_tokens > 0
+    graph = forecast.to_dot()
+    assert f'c0_0 -> c0_2 [label="{last.predicted.cached_tokens} cached"];' in graph
+    assert "c0_1 -> c0_2 [style=dotted];" in graph
+    picture = forecast.to_svg()
+    assert picture.count("stroke-dasharray") == 1 and picture.count(" cached</text>") == 1
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("function", PROGRAMS, ids=lambda one: str(one.__name__))
 def test_the_default_model_measures_what_is_predicted(
