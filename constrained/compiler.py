@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from .backend import CompiledGrammar, GrammarBackend, ManagedBackend
 from .compile_time import is_over, thread_seconds
+from .exiting import call_at_exit, end_threads, forget, join_all
 from .priority import give_way
 from .spec import GrammarError, GrammarSpec
 from .vocabulary import Vocabulary
@@ -95,6 +96,7 @@ class GrammarCompiler:
         self._num_lost = 0
         self._is_closed = False
         self.on_done: Callable[[str], object] | None = None
+        self._at_exit = call_at_exit(self, GrammarCompiler._end)
 
     @property
     def held_bytes(self) -> int:
@@ -171,18 +173,27 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Fail what waits and end the workers; a compile under way is waited for, 5 s at most."""
+        if join_all(self._stop(), _CLOSE_WAIT_S):
+            forget(self._at_exit)
+        if isinstance(self.backend, ManagedBackend):
+            self.backend.close()
+
+    def _end(self) -> None:
+        """`close` at the end of the process: nobody waits any more for what is compiled."""
+        workers = self._stop()
+        if isinstance(self.backend, ManagedBackend):
+            self.backend.close()  # first: workers may wait for its processes
+        end_threads(workers)
+
+    def _stop(self) -> list[threading.Thread]:
+        """Take nothing more; the workers that are to end."""
         with self._condition:
             self._is_closed = True
             for job in self._queue:
                 self._finish(job, GrammarError("the grammar compiler was closed"))
             self._queue.clear()
             self._condition.notify_all()
-            workers = list(self._workers)
-        deadline = time.monotonic() + _CLOSE_WAIT_S
-        for worker in workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
-        if isinstance(self.backend, ManagedBackend):
-            self.backend.close()
+            return list(self._workers)
 
     def _job_for(self, spec: GrammarSpec) -> _Job | None:
         """The job to wait for; None when the outcome is known. Starts one if need be."""
