@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -414,6 +416,26 @@ def test_closing_ends_what_runs(stub: Stub) -> None:
     assert reason_of(chat.run(backend=client))[0] == "unreachable"
     client.close()
     assert reason_of(chat.run(backend=client)) == ("unavailable", "the client was closed")
+
+
+def test_a_process_ends_while_an_api_is_silent() -> None:
+    code = """
+import socket, sys, threading
+import palmette as pm
+
+silent = socket.create_server(("127.0.0.1", 0))
+client = pm.OpenAI("m", base_url=f"http://127.0.0.1:{silent.getsockname()[1]}", api_key="k")
+
+@pm.function
+def program(s):
+    s += pm.user("Why?") + pm.assistant(pm.gen("answer"))
+
+threading.Thread(target=lambda: program.run(backend=client).sync(), daemon=True).start()
+silent.accept()
+sys.exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (7, "")
 
 
 def test_a_key_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
