@@ -215,6 +215,20 @@ class sampling:
         assert logits.dtype == temperature.dtype == torch.float32
         return torch.softmax(logits / temperature[:, None], dim=-1)
 
+    @staticmethod
+    def top_k_top_p_sampling_from_probs(
+        probs: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        *,
+        filter_apply_order: str = "top_k_first",
+        seed: int | None = None,
+        offset: int | None = None,
+    ) -> Tensor:
+        assert filter_apply_order == "joint" and seed is not None and offset is not None
+        kept = top_p_renorm_probs(top_k_renorm_probs(probs, top_k), top_p)
+        return torch.multinomial(kept, 1)[:, 0].to(torch.int32)
+
 
 def top_k_renorm_probs(probs: Tensor, top_k: Tensor) -> Tensor:
     assert ((top_k > 0) & (top_k <= probs.shape[1])).all()

@@ -23,7 +23,7 @@ from torch.nn import functional
 from palmette.kernels.cuda.triton_attention import TritonAttention
 from palmette.kernels.kv_pool import PagedKVPool
 
-HEADS, KV_HEADS, DIM, PAGE = (4, 1, 16, 16) if DRY else (32, 8, 128, 16)
+HEADS, KV_HEADS, DIM, PAGE = (4, 1, 64, 16) if DRY else (32, 8, 128, 16)
 MAX_TOKENS = 4096 if DRY else 64 * 8192
 DECODES = ((1, 1024), (1, 16384), (8, 4096), (64, 2048), (64, 8192), (256, 1024))
 EXTENDS = ((2048, 0), (8192, 0), (512, 8192))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from palmette.kernels.cuda.logits import DeviceLogits, DeviceSampler, StepOutput
 from palmette.kernels.cuda.rope_write import rope_write
 from palmette.kernels.cuda.silu_mul import silu_mul
 from palmette.kernels.cuda.triton_attention import TritonAttention
+from palmette.kernels.kv_pool import PagedKVPool
 from palmette.kernels.reference import ReferenceAttention
 from palmette.kernels.sampling import RowSampling, SampleBatch, sample_rows
 from palmette.runtime.cuda_runner import CudaRunner
@@ -41,7 +43,8 @@ WIDTH, VOCABULARIES = (64, (300,)) if DRY else (4096, (49152, 151936))
 
 def attention_cases() -> list[Case]:
     if DRY:
-        return [Case(dtype=torch.float32, sequences=((1, 20), (5, 14)))]
+        dry = Case(heads=2, kv_heads=1, dtype=torch.float32, sequences=((1, 20), (5, 14)))
+        return [dry, replace(dry, dtype=torch.bfloat16, sequences=FORKS[:4])]
     cases = [
         Case(heads=heads, kv_heads=kv, head_dim=dim, dtype=kind, sequences=SEQUENCES)
         for kind, heads, kv, dim in (
@@ -195,7 +198,8 @@ def check_sampler(results: Results) -> None:
         )
 
 
-def check_model(results: Results) -> None:
+def check_model(results: Results, attention: str = "triton") -> None:
+    """Prefill, a decode in its graph and a longer chunk, against the plain decoder."""
     hidden, layers = (32, 1) if DRY else (512, 3)
     config = model(
         "qwen3", vocab_size=160 if DRY else 1000, hidden_size=hidden,
@@ -204,40 +208,51 @@ def check_model(results: Results) -> None:
     )  # fmt: skip
     pool: dict[str, Any] = {"num_pages": 64, "page_size": 16}
     dtypes = (("fp32", torch.float32, 1e-3), ("bf16", torch.bfloat16, 0.3))
+    if attention == "flashinfer":
+        dtypes = dtypes[1:]
     for dtype, kind, tolerance in dtypes[:1] if DRY else dtypes:
         runner = CudaRunner(
             checkpoint_of(config), dtype=dtype, graph_rows=(1, 4), device=MeasuredDevice(),
+            attention=attention, deterministic=attention == "triton",
             load=random_loader(config, kind), **pool,
         )  # fmt: skip
         with torch.inference_mode():
             slow = Decoder(config, random_loader(config, kind), 1024)
-            attention = ReferenceAttention(type(runner.pool)(
+            plain = ReferenceAttention(PagedKVPool(
                 num_layers=layers, num_kv_heads=2, head_dim=64, dtype=kind, device=DEVICE, **pool
             ))  # fmt: skip
             for new, cached in ((70, 0), (1, 70), (9, 71)):
                 batch = prefill_batch(new, cached, 16)
-                attention.plan(batch)
+                plain.plan(batch)
                 ids, positions, rows = (
                     torch.from_numpy(a.astype(np.int64)).to(DEVICE)
                     for a in (batch.token_ids, batch.positions, batch.sample_rows)
                 )
-                expected = slow.forward(ids, positions, rows, attention)
+                expected = slow.forward(ids, positions, rows, plain)
                 found = runner.launch(batch).logits
                 error = (found - expected).abs().max().item()
-                results.check(f"model {dtype} {new} after {cached}", error < tolerance, error=error)
-        results.check(f"model {dtype} used its graph", runner.graph_replays == 1)
+                what = f"model {dtype} {attention} {new} after {cached}"
+                results.check(what, error < tolerance, error=error)
+        used = runner.graph_replays == 1
+        results.check(f"model {dtype} {attention} used its graph", used)
 
 
 def main() -> int:
     torch.manual_seed(0)
     results = Results("check")
+    has_flashinfer = flashinfer.why_not(64) is None
     steps: list[Callable[[], None]] = [
         lambda: check_operations(results),
         lambda: check_sampler(results),
         lambda: check_model(results),
         *(lambda case=case: check_attention(results, case, OURS) for case in attention_cases()),
         # last, as it may have to compile its kernels
-        *(lambda case=case: check_flashinfer(results, case) for case in attention_cases()),
+        *(
+            lambda case=case: check_flashinfer(results, case)
+            for case in attention_cases()
+            if case.dtype != torch.float32
+        ),
+        *([lambda: check_model(results, "flashinfer")] if has_flashinfer else []),
     ]
     for step in steps:
         try:

@@ -66,6 +66,8 @@ def figures(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
         how = "graph" if row["graphs"] else "no graph"
         times = f"launch {row['us_host_launch']:.0f} us, beyond the device {row['us_gap']:.0f} us"
         yield f"host, {row['rows']} rows, {how}: {times}"
+    for row in rows("sampling", "us"):
+        yield f"sampling {row['rows']} rows, {row['how']}: {row['us']:.0f} us {row['by']}"
     for row in rows("price", "step"):
         yield f"deterministic {row['model']}, {row['step']}: {row['price']:.2f}x the time"
 

@@ -55,11 +55,12 @@ def test_an_unknown_part_fails_and_the_others_run(tmp_path: Path) -> None:
 def test_every_part_runs_to_its_end(tmp_path: Path) -> None:
     parts, printed = dry_run(tmp_path)
     assert parts.keys() == {
-        *("check", "identity", "attention", "model", "prefix", "host", "price", "transformers"),
+        *("check", "identity", "attention", "model", "prefix", "host", "sampling", "price"),
+        "transformers",
     }
-    assert "FAILED" not in printed
+    assert "FAILED" not in printed and "skipped" not in printed
     assert {row["decode"] for row in parts["attention"] if "decode" in row} >= {
-        *("deterministic", "free", "sdpa"),
+        *("deterministic", "free", "sdpa", "flashinfer"),
     }
     assert {row["extend"] for row in parts["attention"] if "extend" in row} >= {"free", "sdpa"}
     assert any("of_floor" in row for row in parts["model"])
