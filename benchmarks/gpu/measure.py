@@ -196,16 +196,16 @@ def wall_ms(function: Callable[[], Any], *, repeat: int = 30) -> float:
 
 
 def host_ms(function: Callable[[], Any], *, repeat: int = 10) -> float:
-    """Mean milliseconds until `function` returns; the device may still be at work."""
+    """Median milliseconds until `function` returns, on an idle device that may still be at work."""
     function()
-    synchronize()
-    repeat = 1 if DRY else repeat
-    start = time.perf_counter()
-    for _ in range(repeat):
+    times = []
+    for _ in range(1 if DRY else repeat):
+        synchronize()
+        start = time.perf_counter()
         function()
-    took = time.perf_counter() - start
+        times.append(time.perf_counter() - start)
     synchronize()
-    return took / repeat * 1000
+    return statistics.median(times) * 1000
 
 
 def graphed(function: Callable[[], Any]) -> Callable[[], Any]:

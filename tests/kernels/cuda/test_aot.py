@@ -59,6 +59,8 @@ def test_every_configuration_compiles_well() -> None:
 BAD_KERNEL = """
 import triton
 import triton.language as tl
+from dataclasses import replace
+from palmette.kernels.cuda.aot import variants
 from palmette.kernels.cuda.compiled import Variant, compile_variant
 
 @triton.jit
@@ -71,13 +73,17 @@ variant = Variant(
     needs_tensor_core=True, needs_wide_loads=True,
 )
 print("; ".join(compile_variant(variant, 90).problems))
+wide = next(v for v in variants() if v.name.startswith("extend deterministic bf16 D128"))
+wide = replace(wide, constants={**wide.constants, "BLOCK_M": 128}, options={"num_warps": 4})
+print("; ".join(compile_variant(wide, 90).problems))
 """
 
 
 def test_what_is_amiss_is_a_problem_of_the_table(tmp_path: Path) -> None:
-    """A kernel that adds atomically, reads 4 bytes at a time and multiplies on no tensor core."""
+    """A kernel that adds atomically, reads 4 bytes at a time and multiplies on no tensor core; and
+    one with tiles that its registers do not hold."""
     (tmp_path / "bad.py").write_text(BAD_KERNEL, encoding="utf-8")
     done = run([str(tmp_path / "bad.py")])
     assert done.returncode == 0, done.stderr
-    for problem in ("no tensor-core instruction", "no 128-bit load", "1 atomics"):
+    for problem in ("no tensor-core instruction", "no 128-bit load", "1 atomics", " spills"):
         assert problem in done.stdout
