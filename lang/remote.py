@@ -30,7 +30,6 @@ from palmette.runtime.request import (
     Request,
     RequestError,
 )
-from palmette.runtime.text import well_formed
 
 from .errors import BackendError
 from .executor import program_error
@@ -47,6 +46,7 @@ from .wire import (
     engine_info,
     error_of,
     error_of_event,
+    sent_json,
 )
 
 T = TypeVar("T")
@@ -275,7 +275,7 @@ class HttpClient:
         """Pass events on; True when the run is complete."""
         path = f"/v1/programs/{request.program_id}/run"
         async with self._client.stream(
-            "POST", path, timeout=self._timeout, **_json(request.body)
+            "POST", path, timeout=self._timeout, **sent_json(request.body)
         ) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -321,7 +321,7 @@ class HttpClient:
         timeout: httpx.Timeout | float = _CALL_TIMEOUT_S,
     ) -> dict[str, Any]:
         try:
-            response = await self._client.request(method, path, timeout=timeout, **_json(body))
+            response = await self._client.request(method, path, timeout=timeout, **sent_json(body))
         except httpx.HTTPError as error:
             raise BackendError(unreachable(self.base_url, error)) from error
         if response.status_code != 200:
@@ -424,7 +424,7 @@ class HttpClient:
     async def _read(self, batch: Batch) -> None:
         body = batch.body(with_hints=self._info is not None and bool(self._info.version))
         async with self._client.stream(
-            "POST", "/generate", timeout=self._timeout, **_json(body)
+            "POST", "/generate", timeout=self._timeout, **sent_json(body)
         ) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -498,16 +498,3 @@ def _refused(response: httpx.Response) -> _Refused:
         message = f"{response.url} answered with the status {response.status_code}{remedy}"
         info = ErrorInfo(code=info.code, message=message)
     return _Refused(response.status_code, info)
-
-
-def _json(body: Mapping[str, object] | bytes | None) -> dict[str, Any]:
-    """What httpx's `json=` sends, with unpaired surrogates replaced as an engine would."""
-    if body is None:
-        return {}
-    if isinstance(body, bytes):
-        return {"content": body, "headers": {"content-type": "application/json"}}
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return {
-        "content": well_formed(text).encode(),
-        "headers": {"content-type": "application/json"},
-    }

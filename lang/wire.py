@@ -5,6 +5,7 @@ The server's answers are cumulative; `Batch` remembers what it has passed on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from palmette.runtime.request import (
     TokenLogprob,
     Usage,
 )
+from palmette.runtime.text import well_formed
 
 from .streams import sampling_alone
 
@@ -381,3 +383,16 @@ def _issue(error: Mapping[str, Any]) -> ConstraintIssue | None:
     names = ("pointer", "keyword", "reason", "suggestion")
     values = {name: error.get(name) for name in names}
     return ConstraintIssue(**{n: v if v is None else str(v) for n, v in values.items()})  # type: ignore[arg-type]
+
+
+def sent_json(body: Mapping[str, object] | bytes | None) -> dict[str, Any]:
+    """What httpx's `json=` sends, with unpaired surrogates replaced as an engine would."""
+    if body is None:
+        return {}
+    if isinstance(body, bytes):
+        return {"content": body, "headers": {"content-type": "application/json"}}
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return {
+        "content": well_formed(text).encode(),
+        "headers": {"content-type": "application/json"},
+    }
