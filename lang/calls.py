@@ -96,6 +96,11 @@ class PendingCall(Protocol):
         """What is known so far of the (first) text."""
         ...
 
+    @property
+    def whole_text(self) -> str:
+        """What is known so far of that with which the state goes on: with thinking before it."""
+        ...
+
     def meta(self) -> Meta:
         """Meta information so far of the (first) text."""
         ...
@@ -246,9 +251,17 @@ class GenCall(_Streams):
 
     @property
     def text(self) -> str:
-        first = self.streams[0]
+        return self.streams[0].answer if self._is_shown else ""
+
+    @property
+    def whole_text(self) -> str:
+        return self.streams[0].text if self._is_shown else ""
+
+    @property
+    def _is_shown(self) -> bool:
+        """Whether the first text stays, as far as it has come."""
         is_last = self._num_tries[0] > self._node.options.retry
-        return first.answer if is_last or first.finish is not None else ""
+        return is_last or self.streams[0].finish is not None
 
     def meta(self) -> Meta:
         return self._meta(self.streams[0])
@@ -356,6 +369,10 @@ class SelectCall(_Streams):
     @property
     def text(self) -> str:
         return ""  # a choice is known when all are scored
+
+    @property
+    def whole_text(self) -> str:
+        return ""
 
     def meta(self) -> Meta:
         return {}

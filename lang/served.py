@@ -140,6 +140,7 @@ class _Growing:
 
     def __init__(self) -> None:
         self.text = ""
+        self.whole_text = ""
 
     def meta(self) -> Meta:
         return {}
@@ -185,6 +186,7 @@ class ServedRun(ProgramRun):
         if event.get("event") == "text":
             growing = self._growing.setdefault(ValueId(event["value"]), _Growing())
             growing.text += event["text"]
+            growing.whole_text += event.get("whole_text", event["text"])
         elif event.get("event") == "call":
             value = ValueId(event["value"])
             node = self._awaited.pop(value, None)

@@ -289,13 +289,21 @@ class Recorder(NodeMaker):
         while content is None:
             is_all = False
             node = self._makers[state - 1]
-            value = _grows_by(node)
-            after = "" if value is None else self.progress(value)[0]
+            after = self._begun(node)
             state = node.source
             content = self.run.content(state)
         if isinstance(content, ProgramError):
             raise content.with_traceback(None)
         return text_of(content) + after, is_all
+
+    def _begun(self, node: Extend | Gen | Select) -> str:
+        """The beginning of what a node adds to its source, as far as it is known."""
+        if isinstance(node, Gen):
+            pending = self.run.pending(node.value)
+            return "" if pending is None else pending.whole_text
+        if isinstance(node, Extend) and isinstance(node.piece, Insert) and not node.piece.which:
+            return self.progress(node.piece.value)[0]
+        return ""
 
     def progress(self, value: ValueId) -> tuple[str, Meta, bool]:
         return progress_of(self.run.result(value), self.run.pending(value))
@@ -339,15 +347,6 @@ class Recorder(NodeMaker):
             self._makers.append(node)
         self.run.append(node)
         self.session.mark_new(self.run)
-
-
-def _grows_by(node: Extend | Gen | Select) -> ValueId | None:
-    """The value whose text, as far as it is known, is a beginning of what the node adds."""
-    if isinstance(node, Gen):
-        return node.value
-    if isinstance(node, Extend) and isinstance(node.piece, Insert) and not node.piece.which:
-        return node.piece.value
-    return None
 
 
 def progress_of(

@@ -76,7 +76,8 @@ class ServedRun:
         self._is_stopped = False  # nothing waits any more
         self._open: dict[ValueId, Gen | Select] = {}
         self._later: list[tuple[float, Request]] = []  # when it goes out
-        self._sent: dict[ValueId, int] = {}  # characters of a text that grows
+        # characters of a text that grows, without and with the thinking before it
+        self._sent: dict[ValueId, tuple[int, int]] = {}
 
     async def begin(
         self,
@@ -268,11 +269,15 @@ class ServedRun:
         events: list[Event] = []
         for value, node in self._open.items():
             pending = self._run.pending(value)
-            text = "" if pending is None else pending.text
-            sent = self._sent.get(value, 0)
-            if len(text) > sent:
-                self._sent[value] = len(text)
+            if pending is None:
+                continue
+            text, whole = pending.text, pending.whole_text
+            sent, whole_sent = self._sent.get(value, (0, 0))
+            if len(whole) > whole_sent or len(text) > sent:
+                self._sent[value] = len(text), len(whole)
                 told = {"event": "text", "value": value, "name": node.name, "text": text[sent:]}
+                if text is not whole:
+                    told["whole_text"] = whole[whole_sent:]
                 events.append(told)
         return events
 
