@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from palmette.constrained.spec import GrammarSpec
 from palmette.runtime.text import well_formed
 
 from .chat import ChatFormat
@@ -67,7 +68,7 @@ class Arguments:
         value = self.values[slot.argument]
         if slot.form is not None:
             try:
-                return self._counted(well_formed(format(value, slot.form)))
+                return self._counted(well_formed(_formatted(value, slot.form)))
             except RecursionError:
                 raise ValueError(f"the argument {slot.argument!r} is nested too deeply") from None
             except OverflowError as error:  # {:c} of a number that is no character
@@ -96,6 +97,13 @@ class Arguments:
                     f"arguments: the texts written with them exceed {self._max_chars} characters"
                 )
         return text
+
+
+def _formatted(value: object, form: str) -> str:
+    """`value` as an f-string writes it: "!r>8" is {value!r:>8}."""
+    if form[:1] == "!" and form[1:2] in ("r", "s"):
+        value, form = repr(value) if form[1] == "r" else str(value), form[2:]
+    return format(value, form)
 
 
 def bind(
@@ -170,8 +178,24 @@ def filled(options: GenArguments, arguments: Arguments) -> GenArguments:
         changes["stop"] = tuple(fill(text, arguments.text) for text in options.stop)
     grammar = options.grammar
     if grammar is not None and isinstance(grammar.source, Template):
-        changes["grammar"] = replace(grammar, source=fill(grammar.source, arguments.text))
+        changes["grammar"] = _grammar(grammar, grammar.source, arguments)
     return options._replace(**changes) if changes else options
+
+
+def _grammar(grammar: GrammarSpec, source: Template, arguments: Arguments) -> GrammarSpec | None:
+    """A constraint with arguments in it; one that is an argument may also be none, or a dict.
+
+    Raises:
+        TypeError: the argument is of another type.
+    """
+    if len(source.parts) == 1 and isinstance(source.parts[0], Slot):
+        slot = source.parts[0]
+        value = arguments.values[slot.argument]
+        if slot.form is None and value is None:
+            return None
+        if slot.form is None and isinstance(value, Mapping) and grammar.is_json:
+            return replace(grammar, source=GrammarSpec.json_schema(value).source)
+    return replace(grammar, source=fill(source, arguments.text))
 
 
 def _judged(name: str, value: object) -> object:

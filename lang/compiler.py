@@ -42,7 +42,7 @@ from .ir import (
     ValueId,
 )
 from .meta import Meta
-from .placeholders import Arg, Holes, Placeholder, Ref, refs_of
+from .placeholders import Arg, Holes, Placeholder, Ref, Unknown, plain, refs_of
 from .program import Given, Item, Parameter, Program, check_depth
 from .state import ProgramState
 from .streams import Sink
@@ -75,6 +75,7 @@ class Tracing(NodeMaker):
         self.nodes: list[Node] = []
         self.records: list[CallRecord] = []
         self._counts: dict[ValueId, int] = {}  # of gens with several choices
+        self._typed: set[ValueId] = set()  # gens whose values are no texts
         self.branches: dict[ValueId, str] = {}
         # of gens that were written before: most programs write the same ones again and again
         self.planned: dict[tuple[GenArguments, RunDefaults | None], PlannedOptions] = {}
@@ -104,6 +105,8 @@ class Tracing(NodeMaker):
         target, value = super().gen(source, name, options, trusted, line)
         if options.num_choices != 1:
             self._counts[value] = options.num_choices
+        if options.type is not None and not options.type.is_text:
+            self._typed.add(value)
         return target, value
 
     def select(
@@ -127,8 +130,11 @@ class Tracing(NodeMaker):
         return Ref.of(Quote(ROOT if base is None else base, tip, True), self.holes)
 
     def result(self, value: ValueId) -> Result:
-        meta: Any = Placeholder("", "the meta information of a generated text", _RUN_IT)
-        return Result(value=refs_of(value, self._counts.get(value, 1), self.holes), meta=meta)
+        meta: Any = Unknown("", "the meta information of a generated text", _RUN_IT)
+        refs = refs_of(
+            value, self._counts.get(value, 1), self.holes, is_text=value not in self._typed
+        )
+        return Result(value=refs, meta=meta)
 
     def has_result(self, value: ValueId) -> bool:
         return True  # as a reference
@@ -229,6 +235,7 @@ class TracingHost(Host):
     def options(self, arguments: GenArguments) -> GenOptions:
         if self.num_spec is not None:
             arguments = arguments._replace(num_api_spec_tokens=self.num_spec)
+        arguments = _unmarked(arguments)
         if any(isinstance(value, Placeholder) for value in arguments):  # these have no hash
             return self._planned(arguments)
         key = arguments, self.defaults if self._is_inner else None
@@ -256,7 +263,9 @@ class TracingHost(Host):
         elif isinstance(value, Placeholder):
             value._refuse()
         elif name == "stop" and value is not None:
-            value = template(value) if isinstance(value, str) else tuple(map(template, value))
+            texts = tuple(map(template, (value,) if isinstance(value, str) else value))
+            refuse_values(name, texts)
+            value = texts[0] if isinstance(value, str) else texts
         elif name == "grammar" and value is not None:
             source = template(value.source)
             value = value if source is value.source else replace(value, source=source)
@@ -264,6 +273,24 @@ class TracingHost(Host):
         elif any(isinstance(template(text), Template) for text in _texts_of(value)):
             _refuse(f"{name} of a gen", "give it to compile() as a constant")
         return value
+
+
+def _unmarked(arguments: GenArguments) -> GenArguments:
+    """`arguments` with mere texts for all placeholders but arguments that are a whole parameter."""
+    changes: dict[str, Any] = {}
+    stop, patterns, grammar = arguments.stop, arguments.stop_regex, arguments.grammar
+    if patterns is not None and len(patterns) == 1 and isinstance(patterns[0], Arg):
+        changes["stop_regex"] = patterns[0]
+    for name, texts in (("stop", stop), ("stop_regex", patterns)):
+        if name not in changes and isinstance(texts, tuple):
+            if any(isinstance(text, Placeholder) for text in texts):
+                changes[name] = tuple(map(plain, texts))
+    if grammar is not None and isinstance(grammar.source, Placeholder):
+        changes["grammar"] = replace(grammar, source=plain(grammar.source))
+    for name, value in zip(_FIELDS, arguments, strict=True):
+        if isinstance(value, Placeholder) and not isinstance(value, Arg | Ref | Unknown):
+            changes[name] = plain(value)
+    return arguments._replace(**changes) if changes else arguments
 
 
 def _texts_of(value: object) -> list[str]:

@@ -196,9 +196,10 @@ def gen(
             raise ValueError("type: is given twice; the first argument is a name or a type")
         name, type = None, name
     constraints = (choices, choices_method, regex, json_schema, ebnf, structural_tag, dtype, type)
-    if choices is not None or constraints.count(None) < len(constraints) - 1 or choices_method:
+    num_given = sum([one is not None for one in constraints])  # placeholders are not compared
+    if choices is not None or num_given > 1 or choices_method is not None:
         given = locals()
-        del given["name"], given["constraints"]
+        del given["name"], given["constraints"], given["num_given"]
         refuse_unused(given)
     if reasoning_end == "":
         raise ValueError("reasoning_end: may not be empty")

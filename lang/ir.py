@@ -258,7 +258,9 @@ def _format_piece(piece: Piece) -> str:
         case Quote():
             return f"text %{piece.base}..%{piece.tip}"
         case Slot():
-            return "{" + piece.argument + (f":{piece.form}" if piece.form else "") + "}"
+            form = piece.form or ""
+            shown = form if form.startswith("!") else f":{form}"
+            return "{" + piece.argument + (shown if form else "") + "}"
         case Mark():
             return f"<{piece.role}>" if piece.is_opening else f"</{piece.role}>"
         case Splice():

@@ -4,9 +4,13 @@ An `Arg` is an argument, a `Ref` a text that a model will generate. Both can be 
 appended, added, formatted into an f-string. What would need the value raises
 `ConcretizationError` with the user's line.
 
-    f"Q: {question}"  ->  "Q: \\x1c<mark>\\x1c"  ->  Text("Q: "), Slot("question")
+    f"Q: {question}"  ->  "Q: <mark>"  ->  Text("Q: "), Slot("question")
 
-A placeholder in a string is a mark that `Holes` finds again when the string is appended.
+A placeholder in a string is a mark that `Holes` finds again when the string is appended. A sum with
+a placeholder, and an f-string that is nothing else, are placeholders too, and refuse what looks at
+them. Other strings with a mark in them are plain: their marks hold one of almost every character
+that code replaces, escapes or strips, so that a text which was worked on is refused when it is
+appended. Nothing sees a comparison, a search or a count of characters of such a string.
 """
 
 from __future__ import annotations
@@ -24,25 +28,49 @@ from .ir import Insert, Mark, Quote, Slot, Template, ValueId
 Hole = Slot | Insert | Quote | Mark
 
 # A format that can only lengthen a text by a little: a program may come from another machine.
-FORMAT = re.compile(r"(.?[<>=^])?[-+ ]?z?#?0?[0-9]{0,3}[,_]?(\.[0-9]{1,3})?[a-zA-Z%]?", re.S)
+# Before it the conversion of an f-string: "!r>8".
+FORMAT = re.compile(
+    r"(![rs])?(.?[<>=^])?[-+ ]?z?#?0?[0-9]{0,3}[,_]?(\.[0-9]{1,3})?[a-zA-Z%]?", re.S
+)
+
+# Noncharacters, which no text has: sixteen as digits, one between all characters of a mark.
+_DIGITS = "".join(map(chr, range(0xFDD0, 0xFDE0)))
+_SEAM = "\ufdef"
+_END = "\u1680"  # a blank that next to no text has, so that `strip` is noticed
+# "aZ" is changed by any change of case, the blanks by what tidies blanks, the letters with accents
+# by a normal form. Without what makes a mark an error where it is inserted: {}, %, $ and \\.
+_TOUCHY = "aZ" + "".join(c for c in map(chr, range(0x21, 0x7F)) if c not in "{}%$\\")
+_BODY = _SEAM.join(_TOUCHY) + _SEAM + "  \n \t\n\r" + _SEAM + "\xe9e\u0301\ufb01" + _SEAM
+_RESIDUE = re.compile(f"[{_END}{_DIGITS[0]}-{_DIGITS[-1]}{_SEAM}]")
+_CHANGED = (
+    "put it into the state as it is, without strip(), upper(), replace(), slices or dedent(); "
+    "or give what is worked on to compile() as a constant"
+)
+
+
+def _digits(text: str) -> str:
+    """A hexadecimal number in noncharacters."""
+    return "".join(_DIGITS[int(digit, 16)] for digit in text)
 
 
 class Holes:
     """The marks of one compilation."""
 
     def __init__(self) -> None:
-        self._nonce = "aZ" + secrets.token_hex(8)  # changed by any change of case
+        # in ASCII digits, which no change of case and no escaping changes
+        self._nonce = f"{secrets.randbelow(10**16):016}"
+        self._head = _END + _SEAM + self._nonce + _SEAM + _BODY
         self._holes: list[Hole] = []
         self._places: dict[Hole, int] = {}
-        self._pattern = re.compile(f"\x1c{self._nonce}([0-9]+)\x1c")
+        self._pattern = re.compile(f"{re.escape(self._head)}([{_DIGITS}]+){_END}")
 
     def mark(self, hole: Hole) -> str:
-        """The text that stands for `hole`; blanks at its ends, so that `strip` is noticed."""
+        """The text that stands for `hole`."""
         place = self._places.get(hole)
         if place is None:
             place = self._places[hole] = len(self._holes)
             self._holes.append(hole)
-        return f"\x1c{self._nonce}{place}\x1c"
+        return f"{self._head}{_digits(f'{place:x}')}{_END}"
 
     def split(self, text: str) -> list[str | Hole]:
         """`text` cut at its marks; without marks, itself alone.
@@ -51,21 +79,22 @@ class Holes:
             ConcretizationError: a mark was changed: the program worked on the text as it will be.
         """
         text = plain(text)
-        if "\x1c" not in text and self._nonce[2:] not in text:
+        if not self._has_residue(text):
             return [text]
         parts: list[str | Hole] = []
         for place, part in enumerate(self._pattern.split(text)):
             if place % 2:
-                parts.append(self._holes[int(part)])
+                digits = "".join(f"{_DIGITS.index(digit):x}" for digit in part)
+                parts.append(self._holes[int(digits, 16)])
             elif part:
-                if self._nonce[2:] in part.lower() or "\x1caz" in part.lower():
-                    raise ConcretizationError(
-                        "a string with an argument or a generated text in it",
-                        caller_line(),
-                        "put it into the state as it is, without strip(), upper() or slices",
-                    )
+                if self._has_residue(part):
+                    what = "a string with an argument or a generated text in it"
+                    raise ConcretizationError(what, caller_line(), _CHANGED)
                 parts.append(part)
         return parts
+
+    def _has_residue(self, text: str) -> bool:
+        return self._nonce in text or (not text.isascii() and _RESIDUE.search(text) is not None)
 
     def template(self, text: str) -> str | Template:
         """`text` with its marks as parts."""
@@ -89,23 +118,25 @@ class Placeholder(str):
         return placeholder
 
     def __repr__(self) -> str:
-        return str(self)  # f"{x!r}" would else be a text that nobody notices
+        self._refuse()  # f"{x!r}" would else be a text that nobody notices
 
     def __format__(self, spec: str) -> str:
         if spec:
             self._refuse()
-        return str(self)
+        return self  # an f-string with nothing else is this very object
+
+    def __str__(self) -> str:
+        return self
 
     def __add__(self, other: Any) -> Any:
-        return plain(self) + self._addend(other)
+        if isinstance(other, str):
+            return Placeholder(plain(self) + plain(other), self._what, self._remedy)
+        return plain(self) + other if isinstance(other, Expr) else self._refuse()
 
     def __radd__(self, other: Any) -> Any:
-        return self._addend(other) + plain(self)
-
-    def _addend(self, other: Any) -> Any:
         if isinstance(other, str):
-            return plain(other)
-        return other if isinstance(other, Expr) else self._refuse()
+            return Placeholder(plain(other) + plain(self), self._what, self._remedy)
+        return other + plain(self) if isinstance(other, Expr) else self._refuse()
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_") or name in ("hole", "name"):  # of ours, not set yet
@@ -118,7 +149,7 @@ class Placeholder(str):
 
 def plain(text: str) -> str:
     """`text` as a mere str, with the mark of a placeholder."""
-    return str.__str__(text)
+    return text if type(text) is str else str.__str__(text)
 
 
 def _refused(self: Placeholder, *_: object, **__: object) -> NoReturn:
@@ -158,36 +189,83 @@ class Arg(Placeholder):
         return arg
 
     def __format__(self, spec: str) -> str:
-        if not FORMAT.fullmatch(spec):
-            raise ValueError(f"the format {spec!r} of the argument {self.name!r} is not supported")
-        return self._holes.mark(Slot(self.name, spec, True))
+        return self._formatted(spec)
 
     def __str__(self) -> str:
-        return self._holes.mark(Slot(self.name, "", True))
+        return self._formatted("")
+
+    def __repr__(self) -> str:
+        return self._formatted("!r")
+
+    def _formatted(self, form: str) -> Formatted:
+        if not FORMAT.fullmatch(form):
+            raise ValueError(f"the format {form!r} of the argument {self.name!r} is not supported")
+        mark = self._holes.mark(Slot(self.name, form, True))
+        formatted = Formatted(mark, self._what, self._remedy)
+        formatted._arg, formatted._form = self, form
+        return formatted
+
+
+class Formatted(Placeholder):
+    """An argument as a text: `f"{x:>4}"`, `str(x)`, `repr(x)`."""
+
+    _arg: Arg
+    _form: str
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return self
+        if self._form in ("", "!r", "!s"):  # f"{x!r:>8}"
+            return self._arg._formatted((self._form or "!s") + spec)
+        self._refuse()
 
 
 class Ref(Placeholder):
-    """A text that will be generated."""
+    """A value that will be generated, and its text."""
 
     hole: Insert | Quote
+    _is_text: bool  # whether the value is its text
 
     @classmethod
-    def of(cls, hole: Insert | Quote, holes: Holes) -> Ref:
+    def of(cls, hole: Insert | Quote, holes: Holes, *, is_text: bool = True) -> Ref:
         ref = cls(
             holes.mark(hole),
             "a generated value",
             "run the function itself, which waits where it reads, or leave what is to be done "
             "with the text to s.call()",
         )
-        ref.hole = hole
+        ref.hole, ref._is_text = hole, is_text
         return ref
 
+    def __format__(self, spec: str) -> str:
+        if spec or not self._is_text:
+            self._refuse()
+        return Placeholder(plain(self), self._what, self._remedy)  # a text, whatever the value is
 
-def refs_of(value: ValueId, count: int, holes: Holes) -> Ref | list[Ref]:
+    def __str__(self) -> str:
+        return self.__format__("")
+
+
+class Unknown(Placeholder):
+    """What is only known after a run, and has no place in a text."""
+
+    def __format__(self, spec: str) -> str:
+        self._refuse()
+
+    def __str__(self) -> str:
+        self._refuse()
+
+    def __add__(self, other: Any) -> NoReturn:
+        self._refuse()
+
+    __radd__ = __add__
+
+
+def refs_of(value: ValueId, count: int, holes: Holes, *, is_text: bool = True) -> Ref | list[Ref]:
     """What stands for the value of a gen with `count` choices."""
     if count == 1:
-        return Ref.of(Insert(value, True), holes)
-    return [Ref.of(Insert(value, True, index), holes) for index in range(count)]
+        return Ref.of(Insert(value, True), holes, is_text=is_text)
+    return [Ref.of(Insert(value, True, index), holes, is_text=is_text) for index in range(count)]
 
 
 Parts = Sequence[str | Slot | Insert | Quote]

@@ -61,6 +61,13 @@ class OutputType(Generic[T]):
             self._parse = adapter_of(annotation).validate_json
             self.is_json = True
 
+    @property
+    def is_text(self) -> bool:
+        """Whether a value is its text."""
+        if typing.get_origin(self.annotation) is typing.Literal and not self.is_json:
+            return all(isinstance(value, str) for value in typing.get_args(self.annotation))
+        return self.annotation is str
+
     def parse(self, text: str) -> T:
         """The value of a whole text.
 
