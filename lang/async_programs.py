@@ -11,8 +11,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from .async_state import AsyncState
+from .async_tracing import run_inside, start_inside
 from .backends import session_of
 from .base_function import BaseFunction
+from .compiler import current_tracing
 from .errors import BackendError, ProgramError
 from .expressions import RunDefaults
 from .host import Host
@@ -66,6 +68,9 @@ class AsyncFunction(BaseFunction):
                 for their readers.
         """
         call, defaults = self._call(args, kwargs)
+        if (tracing := current_tracing()) is not None:
+            tracing.refuse_backend(backend)
+            return await run_inside(tracing, call, defaults)
         return await _run(call, defaults, session_of(backend))
 
     def start(self, *args: object, backend: Backend | None = None, **kwargs: object) -> AsyncState:
@@ -75,6 +80,9 @@ class AsyncFunction(BaseFunction):
         >>> async for piece in state.text_async_iter("answer"): ...
         """
         call, defaults = self._call(args, kwargs)
+        if (tracing := current_tracing()) is not None:
+            tracing.refuse_backend(backend)
+            return start_inside(tracing, call, defaults)
         return _start(call, defaults, session_of(backend))
 
     def run(self, *args: object, backend: Backend | None = None, **kwargs: object) -> ProgramState:
@@ -83,6 +91,9 @@ class AsyncFunction(BaseFunction):
         Raises:
             RuntimeError: one does; await the program there.
         """
+        if (tracing := current_tracing()) is not None:
+            tracing.refuse_backend(backend)
+            return tracing.run_inside(*self._call(args, kwargs))
         _refuse_loop(self.__name__, "await it, or start()")
         return asyncio.run(self.run_async(*args, backend=backend, **kwargs))
 
@@ -103,6 +114,9 @@ class AsyncFunction(BaseFunction):
             Exception: the first that ended a program, after all others have finished.
         """
         calls, defaults = self._batch(batch_kwargs, sampling)
+        if (tracing := current_tracing()) is not None:
+            tracing.refuse_backend(backend)
+            return [await run_inside(tracing, call, defaults) for call in calls]
         session, room = session_of(backend), asyncio.Semaphore(max(1, max_active))
         batch = BatchStart(len(calls))
 
@@ -126,6 +140,10 @@ class AsyncFunction(BaseFunction):
         **sampling: object,
     ) -> list[ProgramState]:
         """`run_batch_async` where no event loop runs."""
+        if (tracing := current_tracing()) is not None:
+            tracing.refuse_backend(backend)
+            calls, defaults = self._batch(batch_kwargs, sampling)
+            return [tracing.run_inside(call, defaults) for call in calls]
         _refuse_loop(self.__name__, "await run_batch_async()")
         return asyncio.run(
             self.run_batch_async(batch_kwargs, max_active=max_active, backend=backend, **sampling)
@@ -137,6 +155,8 @@ async def finish_async(
 ) -> ProgramState:
     """Run a `def` program to its end in the event loop."""
     state = run_one(call, defaults=defaults, backend=backend, eager=False)
+    if current_tracing() is not None:
+        return state  # all is recorded
     host = state._host
     session, task = host.session, host.task
     assert session is not None and task is not None  # it was started

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .arguments import SAMPLING_NAMES, split_defaults, unknown_argument
 from .backends import session_of
 from .binding import Arguments, bind, bound_value, text_of_piece
+from .compiler import refuse_tracing
 from .content import ManyTexts, extend, prompt_ids
 from .errors import brief
 from .expressions import RunDefaults
@@ -67,6 +68,7 @@ def run_program(
     Raises:
         TypeError: an argument is missing, or nothing takes it.
     """
+    refuse_tracing(program.name)
     arguments, defaults = split_arguments(program, given)
     session = session_of(backend)
     every = Arguments(program, arguments)
@@ -83,6 +85,7 @@ async def run_program_async(
     """
     import asyncio  # only who runs in an event loop pays for it
 
+    refuse_tracing(program.name)
     session = session_of(backend)
     if isinstance(session.client, RunsPrograms):  # to register it takes an HTTP call
         await asyncio.to_thread(session.client.takes_program, program.sent)
@@ -106,6 +109,7 @@ def run_program_batch(
     progress_bar: bool,
 ) -> Iterator[ProgramState]:
     """Run entries together; yields states in their order."""
+    refuse_tracing(program.name)
     rest, defaults = split_arguments(program, sampling)
     session = session_of(backend)
     batch = BatchStart(len(entries))

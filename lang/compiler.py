@@ -151,10 +151,21 @@ class Tracing(NodeMaker):
     def progress(self, value: ValueId) -> tuple[str, Meta, bool]:
         _refuse("a generated value")
 
-    def run_inside(self, call: Call, defaults: RunDefaults, has_backend: bool) -> ProgramState:
-        """What `run` does inside of a program that is being compiled: a second chain of states."""
-        if has_backend:
+    def refuse_backend(self, backend: object) -> None:
+        """
+        Raises:
+            ConcretizationError: a program in this one has a backend of its own.
+        """
+        if backend is not None:
             _refuse("what another backend gives", "run that program by itself")
+
+    def run_inside(self, call: Call, defaults: RunDefaults) -> ProgramState:
+        """What `run` does inside of a program that is being compiled: a second chain of states."""
+        if inspect.iscoroutinefunction(call.func):
+            from .async_tracing import finished_state, start_inside  # asyncio is slow to import
+
+            inner = start_inside(self, call, defaults)
+            return finished_state(inner, inner.returned)
         host = TracingHost(self, defaults, num_spec=call.num_spec, is_inner=True)
         state = TracedState(host)
         state.returned = call.func(state, *call.args, **call.kwargs)
@@ -195,6 +206,17 @@ _RUN_IT = "run the function itself, which waits where it reads"
 
 def _refuse(what: str, remedy: str = _RUN_IT) -> NoReturn:
     raise ConcretizationError(what, caller_line(), remedy)
+
+
+def refuse_tracing(name: str) -> None:
+    """
+    Raises:
+        ConcretizationError: a function is being compiled, and runs a program that is compiled.
+    """
+    if current_tracing() is not None:
+        _refuse(
+            f"what the compiled program {name!r} gives", "call the function that it was made of"
+        )
 
 
 class TracedState(ProgramState):

@@ -45,7 +45,8 @@ def run_one(
     """
     tracing = current_tracing()
     if tracing is not None:
-        return tracing.run_inside(call, defaults, backend is not None)
+        tracing.refuse_backend(backend)
+        return tracing.run_inside(call, defaults)
     state = _start(call, defaults=defaults, session=session_of(backend), eager=eager)
     task = state._host.task
     assert task is not None
@@ -69,7 +70,8 @@ def run_many(
     """
     tracing = current_tracing()
     if tracing is not None:
-        return iter([tracing.run_inside(call, defaults, backend is not None) for call in calls])
+        tracing.refuse_backend(backend)
+        return iter([tracing.run_inside(call, defaults) for call in calls])
     session = session_of(backend)
     batch = BatchStart(len(calls))
     starts = [

@@ -258,7 +258,7 @@ def test_async_programs_compile_too() -> None:
 
     @pm.function
     async def waiting(s: pm.AsyncState) -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
 
     with pytest.raises(pm.ConcretizationError, match="what the program waits for"):
         waiting.compile()
