@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .errors import ConcretizationError, located
 from .generation import gen
-from .host import Span, caller_line
+from .host import caller_line
 from .ir import Line
 from .state import ProgramState
+from .variables import Span
 from .writer import StateWriter
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from palmette.runtime.text import well_formed
 from .chat import ChatFormat
 from .errors import brief, located
 from .expressions import GenArguments, PlannedOptions, RunDefaults, resolve
-from .host import Gathered
 from .ir import (
+    Call,
     Extend,
     Gen,
     GenOptions,
@@ -29,10 +29,11 @@ from .ir import (
     Slot,
     Template,
     Text,
+    fill,
 )
 from .parameters import ids_of, judged, stop_of, texts_of
-from .placeholders import fill
-from .program import Given, Plain, Program
+from .program import Program
+from .variables import Gathered, Given, Plain
 
 
 class Arguments:
@@ -125,6 +126,9 @@ def bind(
                 node = node._replace(options=_options(node, options, arguments, defaults))
             case Select():
                 node = node._replace(choices=_choices(node, arguments))
+            case Call():
+                given = tuple(bound_value(value, arguments) for value in node.arguments)
+                node = node._replace(arguments=given)
         nodes.append(node)
     return nodes
 
@@ -226,7 +230,7 @@ def bound_value(value: object, arguments: Arguments) -> object:
             return Gathered(bound_value(item, arguments) for item in value)
         case tuple() if type(value) is tuple:  # not the named ones
             return tuple(bound_value(item, arguments) for item in value)
-        case dict():
+        case dict() if type(value) is dict:
             return {key: bound_value(item, arguments) for key, item in value.items()}
         case _:
             return value

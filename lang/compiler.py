@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -23,7 +23,7 @@ from .content import Content
 from .errors import ConcretizationError, ProgramError
 from .executor import CallRecord
 from .expressions import GenArguments, PlannedOptions, RunDefaults
-from .host import Bound, Gathered, Host, Span, Thought, caller_line
+from .host import Host, caller_line
 from .ir import (
     NOTHING_ASKED,
     ROOT,
@@ -43,10 +43,11 @@ from .ir import (
 )
 from .meta import Meta
 from .placeholders import Arg, Holes, Placeholder, Ref, Unknown, plain, refs_of
-from .program import Given, Item, Parameter, Program, check_depth
+from .program import Parameter, Program, check_depth
 from .state import ProgramState
 from .streams import Sink
 from .trace import NodeMaker
+from .variables import Bound, Gathered, Given, Item, Span, Thought
 from .writer import StateWriter
 
 if TYPE_CHECKING:
@@ -60,6 +61,16 @@ _TRACING: ContextVar[Tracing | None] = ContextVar("palmette_tracing", default=No
 def current_tracing() -> Tracing | None:
     """The compilation whose function is running, or None."""
     return _TRACING.get()
+
+
+class _TracedResult(Result):
+    """A result of placeholders."""
+
+    __slots__ = ()
+
+    def inserted(self, which: int | None = None) -> str:
+        value = self.value
+        return value.as_text() if isinstance(value, Ref) else str(value)
 
 
 class Tracing(NodeMaker):
@@ -123,6 +134,17 @@ class Tracing(NodeMaker):
         refuse_values("choices", templates)
         return super().select(source, name, templates, method, trusted, line, asking)
 
+    def call(
+        self,
+        name: str | None,
+        function: Callable[..., object],
+        arguments: tuple[object, ...],
+        line: Line,
+    ) -> ValueId:
+        place = f"call {name!r}"
+        given = tuple(self.frozen(argument, place) for argument in arguments)
+        return super().call(name, function, given, line)
+
     def content(self, state: StateId) -> Content:
         _refuse("the text of a state")
 
@@ -134,7 +156,7 @@ class Tracing(NodeMaker):
         refs = refs_of(
             value, self._counts.get(value, 1), self.holes, is_text=value not in self._typed
         )
-        return Result(value=refs, meta=meta)
+        return _TracedResult(value=refs, meta=meta)
 
     def has_result(self, value: ValueId) -> bool:
         return True  # as a reference
@@ -192,13 +214,22 @@ class Tracing(NodeMaker):
             case str():
                 return self.holes.template(value)
             case list():
-                return Gathered(self.frozen(item, place, depth + 1) for item in value)
+                items = [self.frozen(item, place, depth + 1) for item in value]
+                return Gathered(items) if type(value) is list or _differ(items, value) else value
             case tuple():
-                return tuple(self.frozen(item, place, depth + 1) for item in value)
+                items = [self.frozen(item, place, depth + 1) for item in value]
+                return tuple(items) if type(value) is tuple or _differ(items, value) else value
             case dict():
-                return {key: self.frozen(item, place, depth + 1) for key, item in value.items()}
+                items = [self.frozen(item, place, depth + 1) for item in value.values()]
+                is_kept = type(value) is not dict and not _differ(items, value.values())
+                return value if is_kept else dict(zip(value, items, strict=True))
             case _:
                 return value
+
+
+def _differ(items: Iterable[object], others: Iterable[object]) -> bool:
+    """Whether they are other objects: placeholders were among them."""
+    return any(one is not other for one, other in zip(items, others, strict=True))
 
 
 _RUN_IT = "run the function itself, which waits where it reads"

@@ -35,9 +35,11 @@ from .ir import (
     Tokens,
     ValueId,
 )
+from .outcome import Outcome
 from .outlook import BatchStart, Lookahead, Outlook
 from .releases import Releases
 from .streams import Issue, Stream, request_of
+from .variables import leaves, states_of, values_of
 
 NOTHING_AHEAD = Outlook()
 
@@ -119,6 +121,7 @@ class ProgramRun:
         self._waiting_value: dict[ValueId, list[Node]] = {}
         self._calls: dict[str, tuple[Gen | Select, PendingCall]] = {}  # request id -> its call
         self._calls_by_value: dict[ValueId, PendingCall] = {}
+        self._outcomes = Outcome(self._known_result, self._known_text)
         self._ready: deque[Node] = deque()
         self._is_closed = False
         self._releases = Releases(
@@ -280,16 +283,26 @@ class ProgramRun:
         return program_error(node, ErrorInfo(code="context_length_exceeded", message=message))
 
     def _call(self, node: Call) -> None:
-        values: list[object] = []
-        for argument in node.arguments:
-            result = self._result_of(argument, node)
-            if result is None:
+        for leaf in leaves(node.arguments):
+            known = [self._result_of(value, node) for value in values_of((leaf,))]
+            known += [self._content_of(state, node) for state in states_of((leaf,))]
+            failed = next((one for one in known if isinstance(one, ProgramError)), None)
+            if failed is not None:
+                self._finish(node, failed)
                 return
-            if isinstance(result, ProgramError):
-                self._finish(node, result)
+            if None in known:
                 return
-            values.append(result.value)
-        self._finish(node, call_function(node, values))
+        self._finish(node, call_function(node, list(map(self._outcomes.read, node.arguments))))
+
+    def _known_result(self, value: ValueId) -> Result:
+        result = self._results[value]
+        assert isinstance(result, Result)  # looked at before
+        return result
+
+    def _known_text(self, tip: StateId, base: StateId | None) -> str:
+        end, start = self._contents[tip], None if base is None else self._contents[base]
+        assert isinstance(end, Content) and not isinstance(start, ProgramError)
+        return text_of(end, start)
 
     def _issue(self, node: Gen | Select) -> list[Request]:
         source = self._content_of(node.source, node)

@@ -8,57 +8,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from .calls import Result
 from .chat import ChatFormat
 from .errors import located
 from .expressions import GenArguments, RunDefaults, resolve
-from .ir import GenOptions, Line, StateId, ValueId
+from .ir import GenOptions, Line, ValueId
 from .session import Session
 from .task import Body, current_body, current_task
 from .trace import Reading
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Bound(NamedTuple):
-    """A variable that holds a generated value."""
-
-    value: ValueId
-
-
-class Span(NamedTuple):
-    """A variable that holds the text between two states."""
-
-    base: StateId
-    tip: StateId
-
-
-class Thought(NamedTuple):
-    """A variable that holds the thinking before a generated value."""
-
-    value: ValueId
-
-    def of(self, result: Result) -> object:
-        """A text, or a list of them for a value with several."""
-        meta = result.meta
-        if isinstance(meta, list):
-            return [one.get("reasoning_content", "") for one in meta]
-        return meta.get("reasoning_content", "")
-
-
-class Gathered(list[object]):
-    """The bindings of one variable in several forks."""
-
-
-class Turn(NamedTuple):
-    """One message; `tip` is where its content ends."""
-
-    role: str
-    base: StateId
-    tip: StateId
 
 
 class Host:

@@ -42,6 +42,7 @@ from .ir import (
     ValueId,
 )
 from .meta import Meta
+from .outcome import Outcome
 from .session import Session
 from .streams import Issue, Sink
 from .trace import progress_of
@@ -62,6 +63,7 @@ class Interpreter:
         self._is_closed = False
         self._contents: list[Content | ProgramError] = [session.root]
         self._results: list[Result | ProgramError] = []
+        self._outcomes = Outcome(self.result, self.text)
         assert len(self._contents) == ROOT + 1
 
     def leave(self, fork: StateId, tip: StateId) -> None:
@@ -105,12 +107,12 @@ class Interpreter:
         self,
         name: str | None,
         function: Callable[..., object],
-        arguments: tuple[ValueId, ...],
+        arguments: tuple[object, ...],
         line: Line,
     ) -> ValueId:
         node = Call(ValueId(len(self._results)), name, function, arguments, line)
         try:
-            outcome = call_function(node, [self.result(value).value for value in arguments])
+            outcome = call_function(node, list(map(self._outcomes.read, arguments)))
         except ProgramError as error:
             outcome = error
         self._results.append(self._noted(outcome))

@@ -139,6 +139,13 @@ class Template(str):
         return hash(self.parts)
 
 
+def fill(template: str, text_of: Callable[[Slot | Insert | Quote], str]) -> str:
+    """A template with texts in the places of its holes."""
+    if not isinstance(template, Template):
+        return template
+    return "".join([part if isinstance(part, str) else text_of(part) for part in template.parts])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenOptions:
     """How a Gen samples: everything but the prompt, judged when the program wrote it."""
@@ -217,12 +224,12 @@ class Select(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A host function of the texts of values; its result is a value."""
+    """A host function of values of variables; its result is a value."""
 
     value: ValueId
     name: str | None
     function: Callable[..., object]
-    arguments: tuple[ValueId, ...]
+    arguments: tuple[object, ...]  # what variables are bound to, see variables
     line: Line
 
 
@@ -244,7 +251,7 @@ def format_node(node: Node) -> str:
         case Call():
             left = f"v{node.value}"
             name = getattr(node.function, "__qualname__", repr(node.function))
-            arguments = ", ".join(f"v{value}" for value in node.arguments)
+            arguments = ", ".join(f"{argument!s:.60}" for argument in node.arguments)
             right = f"call{_format_name(node.name)} {name}({arguments})"
     return f"  {left} = {right.rstrip()}"
 

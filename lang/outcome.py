@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .calls import Result
-from .host import Bound, Gathered, Span, Thought
-from .ir import Insert, Quote, Slot, StateId, Template, ValueId
-from .placeholders import fill
-from .program import Item, Plain
+from .ir import Insert, Quote, Slot, StateId, Template, ValueId, fill
+from .variables import Bound, Gathered, Item, Plain, Span, Thought
 
 ResultOf = Callable[[ValueId], Result]
 TextOf = Callable[[StateId, StateId | None], str]  # tip, base
@@ -44,7 +42,7 @@ class Outcome:
                 return [self.read(item) for item in binding]
             case Plain():
                 return binding.value
-            case dict():
+            case dict() if type(binding) is dict:
                 return {key: self.read(item) for key, item in binding.items()}
             case tuple() if type(binding) is tuple:
                 return tuple(map(self.read, binding))

@@ -15,12 +15,11 @@ None of them changes what a run gives: the tests hold each against the interpret
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from .expressions import PlannedOptions
-from .host import Bound, Gathered, Span, Thought, Turn
 from .ir import (
     ROOT,
     Call,
@@ -38,7 +37,8 @@ from .ir import (
     Text,
     ValueId,
 )
-from .program import Item, Program
+from .program import Program
+from .variables import Bound, Gathered, Item, Span, Thought, Turn, leaves, states_of, values_of
 
 T = TypeVar("T")
 UNLIMITED = 1 << 20  # tokens of a gen without a limit, for comparisons
@@ -51,41 +51,16 @@ def optimised(program: Program) -> Program:
 # What a program refers to
 
 
-def leaves(value: object) -> Iterator[object]:
-    """The references in what a variable or a result is bound to."""
-    match value:
-        case Template():
-            yield from value.parts
-        case Gathered():
-            for item in value:
-                yield from leaves(item)
-        case tuple() if type(value) is tuple:
-            for item in value:
-                yield from leaves(item)
-        case dict():
-            for item in value.values():
-                yield from leaves(item)
-        case _:
-            yield value
-
-
 def readable(program: Program) -> list[object]:
     """All that can be read at the end."""
     bindings = [*program.variables.values(), program.result]
     return [leaf for binding in bindings for leaf in leaves(binding)]
 
 
-def _states_of(parts: Iterable[object]) -> Iterator[StateId]:
-    for part in parts:
-        if isinstance(part, Splice | Quote | Span | Turn):
-            yield part.base
-            yield part.tip
-
-
 def _sources(node: Node) -> tuple[StateId, ...]:
     """The states that a node reads."""
     if isinstance(node, Call):
-        return ()
+        return tuple(states_of(leaves(node.arguments)))
     if isinstance(node, Extend) and isinstance(node.piece, Splice | Quote):
         return (node.source, node.piece.base, node.piece.tip)
     return (node.source,)
@@ -94,7 +69,7 @@ def _sources(node: Node) -> tuple[StateId, ...]:
 def _arguments(node: Node) -> tuple[ValueId, ...]:
     """The values that a node reads."""
     if isinstance(node, Call):
-        return node.arguments
+        return tuple(values_of(leaves(node.arguments)))
     if isinstance(node, Extend) and isinstance(node.piece, Insert):
         return (node.piece.value,)
     return ()
@@ -106,7 +81,7 @@ def _arguments(node: Node) -> tuple[ValueId, ...]:
 def merge_texts(program: Program) -> Program:
     """One extension for constant texts in a row, where nothing refers to what lies between."""
     uses = Counter(state for node in program.nodes for state in _sources(node))
-    uses.update((program.tip, *_states_of([*program.turns, *readable(program)])))
+    uses.update((program.tip, *states_of([*program.turns, *readable(program)])))
     merged: list[Node] = []
     open_texts: dict[StateId, int] = {}  # state that one extension makes -> its place
     for node in program.nodes:
@@ -136,8 +111,8 @@ def drop_dead(program: Program) -> Program:
     more than they return: these stay, with all that they need.
     """
     found = readable(program)
-    values = {leaf.value for leaf in found if isinstance(leaf, Bound | Item | Insert | Thought)}
-    states = {program.tip, *_states_of([*program.turns, *found])}
+    values = set(values_of(found))
+    states = {program.tip, *states_of([*program.turns, *found])}
     kept: list[Node] = []
     for node in reversed(program.nodes):
         is_live = isinstance(node, Call) or node.target in states
@@ -202,7 +177,7 @@ class _Ids:
                     value=values[node.value],
                 )
             case Call():
-                arguments = tuple(values[value] for value in node.arguments)
+                arguments = self.reference(node.arguments)
                 return node._replace(value=values[node.value], arguments=arguments)
 
     def piece(self, piece: Piece) -> Piece:
@@ -228,7 +203,7 @@ class _Ids:
                 changed = Gathered(map(self.reference, value))
             case tuple() if type(value) is tuple:
                 changed = tuple(map(self.reference, value))
-            case dict():
+            case dict() if type(value) is dict:
                 changed = {key: self.reference(item) for key, item in value.items()}
         return changed  # type: ignore[return-value]  # of the type that it was
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
 from .errors import ConcretizationError
@@ -240,7 +239,11 @@ class Ref(Placeholder):
     def __format__(self, spec: str) -> str:
         if spec or not self._is_text:
             self._refuse()
-        return Placeholder(plain(self), self._what, self._remedy)  # a text, whatever the value is
+        return self.as_text()
+
+    def as_text(self) -> Placeholder:
+        """The text in the prompt, whatever the value is."""
+        return Placeholder(plain(self), self._what, self._remedy)
 
     def __str__(self) -> str:
         return self.__format__("")
@@ -266,14 +269,3 @@ def refs_of(value: ValueId, count: int, holes: Holes, *, is_text: bool = True) -
     if count == 1:
         return Ref.of(Insert(value, True), holes, is_text=is_text)
     return [Ref.of(Insert(value, True, index), holes, is_text=is_text) for index in range(count)]
-
-
-Parts = Sequence[str | Slot | Insert | Quote]
-TextOf = Callable[[Slot | Insert | Quote], str]
-
-
-def fill(template: str, text_of: TextOf) -> str:
-    """A template with texts in the places of its holes."""
-    if not isinstance(template, Template):
-        return template
-    return "".join([part if isinstance(part, str) else text_of(part) for part in template.parts])

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-from .host import Turn
 from .ir import ROOT, Gen, Node, Select, StateId, ValueId, format_node
+from .variables import Turn
 
 if TYPE_CHECKING:
     from .backends import Backend
@@ -44,25 +44,6 @@ class Parameter(NamedTuple):
     name: str
     is_required: bool
     default: object
-
-
-class Given(NamedTuple):
-    """A variable that holds an argument."""
-
-    argument: str
-
-
-class Plain(NamedTuple):
-    """A variable of a run that holds a value as it was given, whatever it is."""
-
-    value: object
-
-
-class Item(NamedTuple):
-    """A variable that holds one of the texts of a gen with several choices."""
-
-    value: ValueId
-    which: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ from .choices import (
 )
 from .errors import brief, located
 from .expressions import GenArguments, PlannedOptions, RunDefaults
-from .host import Bound, Gathered, Span, Thought, Turn
 from .ir import (
     Asking,
     Call,
@@ -50,7 +49,7 @@ from .ir import (
 )
 from .parameters import stop_of
 from .placeholders import FORMAT
-from .program import Given, Item, Parameter, Program, check_depth
+from .program import Parameter, Program, check_depth
 from .program_wire import (
     NO_LINE,
     VERSION,
@@ -79,6 +78,7 @@ from .program_wire import (
     WireParameter,
     WireProgram,
 )
+from .variables import Bound, Gathered, Given, Item, Span, Thought, Turn
 
 _METHODS: Mapping[str, ChoicesMethod] = {
     "constrained_likelihood": constrained_likelihood,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import NoReturn, TypeVar
 
 from .expressions import GenExpr
-from .host import Bound, Gathered, Span, Thought
 from .meta import Meta
+from .variables import Bound, Gathered, Span, Thought
 from .writer import StateWriter
 
 T = TypeVar("T")

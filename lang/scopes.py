@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from .host import Span
+from .variables import Span
 
 if TYPE_CHECKING:
     from .writer import ProgramStateGroup, StateWriter

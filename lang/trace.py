@@ -80,7 +80,7 @@ class Reading(Protocol):
         self,
         name: str | None,
         function: Callable[..., object],
-        arguments: tuple[ValueId, ...],
+        arguments: tuple[object, ...],
         line: Line,
     ) -> ValueId: ...
 
@@ -189,7 +189,7 @@ class NodeMaker:
         self,
         name: str | None,
         function: Callable[..., object],
-        arguments: tuple[ValueId, ...],
+        arguments: tuple[object, ...],
         line: Line,
     ) -> ValueId:
         value = ValueId(self._next_value)

@@ -22,11 +22,12 @@ from .expressions import (
     ThinkingExpr,
     as_expr,
 )
-from .host import Bound, Gathered, Host, Thought, Turn, caller_line
+from .host import Host, caller_line
 from .ir import ROOT, GenOptions, Insert, Line, Splice, StateId, Text, Tokens, ValueId
 from .scopes import CopyScope, RoleScope, VariableScope
 from .trace import Reading
 from .unable import misplaced
+from .variables import Bound, Gathered, Thought, Turn
 
 Forker: TypeAlias = "Callable[[int], Expr | str] | Sequence[Expr | str]"
 S = TypeVar("S", bound="StateWriter")
@@ -163,15 +164,24 @@ class StateWriter:
             raise located(error, caller_line()) from None
 
     def call(self, name: str, function: Callable[..., object], *variables: str) -> None:
-        """Bind `name` to function(values of variables) without waiting for them."""
-        values: list[ValueId] = []
+        """Bind `name` to function(values of variables) without waiting for them.
+
+        Any that are bound now: generated, gathered by `join`, of `var_scope`, set by hand.
+
+        >>> s["style"] = "short"
+        >>> s += pm.gen("tip", max_tokens=8)
+        >>> s.call("note", lambda tip, style: f"{style}: {tip}", "tip", "style")
+
+        Raises:
+            KeyError: there is no such variable.
+        """
         for variable in variables:
-            binding = self._variables.get(variable)
-            if not isinstance(binding, Bound):
-                raise KeyError(f"{variable!r} is no generated variable of this state")
-            values.append(binding.value)
-        reading = self._host.reading
-        self._variables[name] = Bound(reading.call(name, function, tuple(values), caller_line()))
+            if variable not in self._variables:
+                known = ", ".join(map(repr, self._variables)) or "none"
+                raise KeyError(f"no variable {variable!r}; this state has: {known}")
+        arguments = tuple(self._variables[variable] for variable in variables)
+        value = self._host.reading.call(name, function, arguments, caller_line())
+        self._variables[name] = Bound(value)
 
     # Forking
 
