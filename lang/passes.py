@@ -128,7 +128,10 @@ def drop_dead(program: Program) -> Program:
 
 
 def renumbered(program: Program) -> Program:
-    """The same program with states and values counted up in the order of its nodes."""
+    """The same program with states and values counted up in the order of its nodes.
+
+    Without the branches of what is not among them.
+    """
     states: dict[StateId, StateId] = {ROOT: ROOT}
     values: dict[ValueId, ValueId] = {}
     for node in program.nodes:
@@ -138,8 +141,9 @@ def renumbered(program: Program) -> Program:
             values[node.value] = ValueId(len(values))
     if all(old == new for old, new in states.items()) and all(
         old == new for old, new in values.items()
-    ):
-        return program
+    ):  # what went, if any, stood at the end
+        kept = {value: text for value, text in program.branches.items() if value in values}
+        return program if kept == program.branches else replace(program, branches=kept)
     ids = _Ids(states, values)
     return replace(
         program,

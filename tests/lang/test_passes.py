@@ -177,3 +177,30 @@ def test_constants_are_encoded_together_where_each_call_costs() -> None:
     model.asked = []
     forked.compile(q="?").run(backend=model).sync()
     assert model.asked[0] == ["head", "l", "r"]
+
+
+def test_a_program_without_its_dead_calls_comes_back_from_json() -> None:
+    @pm.function
+    def all_dead(s: pm.ProgramState) -> None:
+        forks = s.fork(2)
+        forks += pm.gen(max_tokens=2)
+
+    @pm.function
+    def last_dead(s: pm.ProgramState) -> None:
+        forks = s.fork(2)
+        forks[0] += pm.gen("kept", max_tokens=2)
+        forks[1] += pm.gen(max_tokens=2)
+
+    @pm.function
+    def first_dead(s: pm.ProgramState) -> None:
+        forks = s.fork(2)
+        forks[0] += pm.gen(max_tokens=2)
+        forks[1] += pm.gen("kept", max_tokens=2)
+
+    wanted = {all_dead: {}, last_dead: {0: "fork 0/2"}, first_dead: {0: "fork 1/2"}}
+    for function, branches in wanted.items():
+        program = function.compile()
+        again = pm.Program.from_json(program.to_json())
+        assert program.branches == again.branches == branches
+        assert again.id == program.id
+        assert again.run(backend=FakeModel()).text() == ""
