@@ -40,7 +40,8 @@ class Function(BaseFunction):
     def __call__(self, *args: object, **kwargs: object) -> ProgramState | object:
         """Run with the defaults; with a state as first argument, go on in that state."""
         if args and isinstance(args[0], ProgramState):
-            return self.func(*args, **{**self.bound, **kwargs})
+            rest, given = self._given(args[1:], kwargs)
+            return self.func(args[0], *rest, **given)
         return self.run(*args, **kwargs)  # type: ignore[arg-type]
 
     def run(

@@ -53,7 +53,8 @@ class AsyncFunction(BaseFunction):
         """Run with the defaults; with a state as first argument, go on in that state."""
         if args and isinstance(args[0], AsyncState):
             call: AsyncBodyFunction = self.func  # type: ignore[assignment]  # `function` judged it
-            return call(*args, **{**self.bound, **kwargs})
+            rest, given = self._given(args[1:], kwargs)
+            return call(args[0], *rest, **given)
         return self.run_async(*args, **kwargs)
 
     async def run_async(

@@ -147,9 +147,9 @@ class _NeverWaiting(asyncio.BaseEventLoop):
     def _refused(self, *_: object, **__: object) -> NoReturn:
         self._refuse()
 
-    run_in_executor = create_connection = create_server = create_datagram_endpoint = _refused  # type: ignore[assignment]
-    subprocess_exec = subprocess_shell = connect_read_pipe = connect_write_pipe = _refused  # type: ignore[assignment]
-    getaddrinfo = sock_connect = sock_accept = sock_recv = sock_sendall = _refused  # type: ignore[assignment]
+    run_in_executor = create_connection = create_server = create_datagram_endpoint = _refused
+    subprocess_exec = subprocess_shell = connect_read_pipe = connect_write_pipe = _refused
+    getaddrinfo = sock_connect = sock_accept = sock_recv = sock_sendall = _refused
 
     def _process_events(self, events: object) -> None:
         """There are none."""

@@ -22,6 +22,7 @@ from .programs import Call
 if TYPE_CHECKING:
     from .backends import Backend
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BATCH_NAMES = ("generator_style", "num_threads", "progress_bar", "backend", *SAMPLING_NAMES)
 
 
@@ -62,7 +63,8 @@ class BaseFunction:
             ConcretizationError: the program needs a text that no model has generated.
         """
         self._check_names(kwargs, self.arg_names)
-        given = self._signature.bind_partial(None, *args, **{**self.bound, **kwargs})
+        args, kwargs = self._given(args, kwargs)
+        given = self._signature.bind_partial(None, *args, **kwargs)
         return compile_function(
             self.func,
             self._signature,
@@ -110,8 +112,23 @@ class BaseFunction:
             {name: value for name, value in kwargs.items() if name not in given}
         )
         self._check_names(rest, (*self.arg_names, *SAMPLING_NAMES))
-        every = {**self.bound, **given, **rest}
+        args, every = self._given(args, {**given, **rest})
         return Call(self.func, args, every, self.num_api_spec_tokens), defaults
+
+    def _given(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Arguments with the bound ones among them, which are out of the positional order."""
+        every = {**self.bound, **kwargs}
+        if not self.bound:
+            return args, every
+        waiting, given = list(args), list[object]()
+        for name, parameter in list(self._signature.parameters.items())[1:]:
+            if parameter.kind not in _POSITIONAL or not (waiting or name in self.bound):
+                break
+            is_bound = name in self.bound
+            given.append(every.pop(name) if is_bound else waiting.pop(0))
+        return (*given, *waiting), every
 
     def _batch(
         self,

@@ -121,7 +121,7 @@ class ProgramRun:
         self._waiting_value: dict[ValueId, list[Node]] = {}
         self._calls: dict[str, tuple[Gen | Select, PendingCall]] = {}  # request id -> its call
         self._calls_by_value: dict[ValueId, PendingCall] = {}
-        self._outcomes = Outcome(self._known_result, self._known_text)
+        self._reader = Outcome(self._known_result, self._known_text)
         self._ready: deque[Node] = deque()
         self._is_closed = False
         self._releases = Releases(
@@ -284,7 +284,7 @@ class ProgramRun:
 
     def _call(self, node: Call) -> None:
         for leaf in leaves(node.arguments):
-            known = [self._result_of(value, node) for value in values_of((leaf,))]
+            known: list[object] = [self._result_of(value, node) for value in values_of((leaf,))]
             known += [self._content_of(state, node) for state in states_of((leaf,))]
             failed = next((one for one in known if isinstance(one, ProgramError)), None)
             if failed is not None:
@@ -292,7 +292,7 @@ class ProgramRun:
                 return
             if None in known:
                 return
-        self._finish(node, call_function(node, list(map(self._outcomes.read, node.arguments))))
+        self._finish(node, call_function(node, list(map(self._reader.read, node.arguments))))
 
     def _known_result(self, value: ValueId) -> Result:
         result = self._results[value]

@@ -410,6 +410,38 @@ def test_bind_keeps_everything_and_refuses_unknown_arguments() -> None:
         program.bind(c=1)
 
 
+def test_bound_arguments_are_out_of_the_order_of_the_others() -> None:
+    @pm.function
+    def program(s: pm.ProgramState, a: str, b: str, c: str = "-", *rest: str) -> None:
+        s += "/".join([a, b, c, *rest]) + "."
+
+    @pm.function
+    async def awaited(s: pm.AsyncState, a: str, b: str) -> None:
+        s += a + b
+
+    @pm.function
+    def inside(s: pm.ProgramState) -> None:
+        first(s, "2")
+
+    first, second = program.bind(a="1"), program.bind(b="1")
+    for wanted, state in [
+        ("1/2/-.", first.run("2", backend=FakeModel())),
+        ("1/2/3.", first.run("2", "3", backend=FakeModel())),
+        ("1/2/3/4.", first.run("2", "3", "4", backend=FakeModel())),
+        ("2/1/3.", second.run("2", "3", backend=FakeModel())),
+        ("2/1/-.", second.run(a="2", backend=FakeModel())),
+        ("0/2/-.", first.run("2", a="0", backend=FakeModel())),
+        ("1/2/3.", first.run_batch([("2", "3")], backend=FakeModel())[0]),
+        ("1/2/-.", first.trace("2").run(backend=FakeModel())),
+        ("1/2/-.", first.compile().run_batch([("2",)], backend=FakeModel())[0]),
+        ("1/2/-.", inside.run(backend=FakeModel())),
+        ("12", awaited.bind(a="1").run("2", backend=FakeModel())),
+    ]:
+        assert state.text() == wanted
+    with pytest.raises(TypeError, match="multiple values for argument 'b'"):
+        first.run("2", b="3", backend=FakeModel())
+
+
 def test_a_program_called_with_a_state_goes_on_in_that_state() -> None:
     @pm.function
     def ask(s: pm.ProgramState, question: str) -> str:
