@@ -12,7 +12,7 @@ from .driver import pieces_async
 from .expressions import GenExpr
 from .host import Host
 from .meta import Meta
-from .reader import StateReader, name_of
+from .reader import Followed, StateReader, name_of
 from .state import ProgramState
 from .typed import check_type, partial_json
 
@@ -189,20 +189,21 @@ class AsyncState(StateReader):
         self, var_name: str | None = None, return_meta_data: bool = False
     ) -> AsyncIterator[str | tuple[str, Meta]]:
         """New text as it comes: of one variable, or of the whole state."""
-        session = self._host.session
-        async for piece, meta in pieces_async(self, session, self._host.watched, var_name):
+        session, followed = self._host.session, Followed(self, var_name)
+        async for piece, meta in pieces_async(followed, session, self._host.watched):
             yield (piece, meta) if return_meta_data else piece
 
     async def value_async_iter(self, var_name: str) -> AsyncIterator[Any]:
         """What the JSON of a variable gives so far, whenever that changes; at last its value."""
         text, last = "", None
-        async for piece in self.text_async_iter(var_name):
-            text += str(piece)
+        session, followed = self._host.session, Followed(self, var_name)
+        async for piece, _ in pieces_async(followed, session, self._host.watched):
+            text += piece
             value = partial_json(text)
             if value != last:
                 last = value
                 yield value
-        final = await self.get_var(var_name)
+        final = followed.value()
         if final != last:
             yield final
 
@@ -219,10 +220,9 @@ class AsyncState(StateReader):
             await self._until(self._host.is_over)
 
     async def _binding(self, name: str) -> object:
-        """The binding of a variable whose value is known."""
-        variables, host = self._variables, self._host
-        if name not in variables and self._is_outside:
-            await self._until(lambda: name in variables or host.is_over())
+        """The binding of a variable whose value is known; for readers outside, the last."""
+        variables = self._variables
+        await self._end_of_body()
         if name not in variables:
             self._refuse_unknown(name)
         binding = variables[name]

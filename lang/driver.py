@@ -20,7 +20,7 @@ from .meta import Meta, num_scored, since
 from .task import INTERRUPTED, STALLED, AsyncBody, current_body, settled
 
 if TYPE_CHECKING:
-    from .reader import StateReader
+    from .reader import Followed
     from .session import Session
 
 
@@ -203,17 +203,17 @@ class AsyncDriver:
 
 
 async def pieces_async(
-    state: StateReader, session: Session | None, watched: Sequence[object], name: str | None
+    followed: Followed, session: Session | None, watched: Sequence[object]
 ) -> AsyncIterator[tuple[str, Meta]]:
     """New text of a variable, or of the whole state, as it comes; with its meta information."""
     shown = num_shown = 0
     while True:
-        text, meta, is_all = state._progress(name)
+        text, meta, is_all = followed.progress()
         if len(text) > shown:
             piece, shown = text[shown:], len(text)
             yield piece, since(meta, num_shown)
             num_shown = num_scored(meta)
         if is_all:
             return
-        assert session is not None  # without one, `_progress` has raised
-        await session.driver.until(partial(state._has_news, name, shown), watched)
+        assert session is not None  # without one, `progress` has raised
+        await session.driver.until(partial(followed.has_news, shown), watched)

@@ -85,24 +85,13 @@ class StateReader(StateWriter):
             return metas
         raise KeyError(f"{name!r} was not generated, so there is no meta information")
 
-    def _has_news(self, name: str | None, shown: int) -> bool:
-        text, _, is_all = self._progress(name)
-        return is_all or len(text) > shown
-
-    def _progress(self, name: str | None) -> tuple[str, Meta, bool]:
-        """Text and meta information so far, and whether that is all. Does not wait."""
-        host = self._host
-        if name is None:
-            return self._text_progress()
-        if name not in self._variables:
-            if host.is_over():
-                self._refuse_unknown(name)
-            return "", {}, False
-        binding = self._variables[name]
+    def _progress(self, binding: object) -> tuple[str, Meta, bool]:
+        """Text and meta information of a binding so far, and whether that is all."""
+        reading = self._host.reading
         if isinstance(binding, Bound):
-            return host.reading.progress(binding.value)
+            return reading.progress(binding.value)
         if isinstance(binding, Thought):
-            _, meta, is_all = host.reading.progress(binding.value)
+            _, meta, is_all = reading.progress(binding.value)
             return str(meta.get("reasoning_content", "")), meta, is_all
         if not self._is_known(binding):
             return "", {}, False
@@ -120,3 +109,38 @@ class StateReader(StateWriter):
         if host.reading.error is not None:
             return host.reading.error
         return None if host.task is None else host.task.error
+
+
+class Followed:
+    """What a stream gives: the whole state, or a variable as it is when it is first seen bound.
+
+    That it is bound again later does not change the stream.
+    """
+
+    __slots__ = ("_name", "_state", "binding")
+    binding: object
+
+    def __init__(self, state: StateReader, name: str | None) -> None:
+        self._state = state
+        self._name = name
+
+    def progress(self) -> tuple[str, Meta, bool]:
+        """Text and meta information so far, and whether that is all. Does not wait."""
+        state, name = self._state, self._name
+        if name is None:
+            return state._text_progress()
+        if not hasattr(self, "binding"):
+            if name not in state._variables:
+                if state._host.is_over():
+                    state._refuse_unknown(name)
+                return "", {}, False
+            self.binding = state._variables[name]
+        return state._progress(self.binding)
+
+    def has_news(self, shown: int) -> bool:
+        text, _, is_all = self.progress()
+        return is_all or len(text) > shown
+
+    def value(self) -> object:
+        """The value of a variable whose text is complete."""
+        return self._state._resolve(self.binding)

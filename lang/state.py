@@ -14,7 +14,7 @@ from .chat import Message
 from .content import links
 from .expressions import GenExpr
 from .meta import Meta
-from .reader import StateReader, name_of
+from .reader import Followed, StateReader, name_of
 from .typed import check_type, partial_json
 from .writer import ProgramStateGroup
 
@@ -144,8 +144,7 @@ class ProgramState(StateReader):
         >>> pieces = [piece for piece in s.text_iter("story")]
         """
         try:
-            for text, _ in self._pieces(var_name):
-                yield text
+            yield from self._pieces(Followed(self, var_name))
         except GeneratorExit:
             self._give_up()
             raise
@@ -157,15 +156,20 @@ class ProgramState(StateReader):
         >>> steps = list(s.value_iter("pets"))  # [], ["a"], ...
         """
         text, last = "", None
-        for piece in self.text_iter(var_name):
-            text += piece
-            value = partial_json(text)
-            if value != last:
-                last = value
-                yield value
-        final = self.get_var(var_name)
-        if final != last:
-            yield final
+        followed = Followed(self, var_name)
+        try:
+            for piece in self._pieces(followed):
+                text += piece
+                value = partial_json(text)
+                if value != last:
+                    last = value
+                    yield value
+            final = followed.value()
+            if final != last:
+                yield final
+        except GeneratorExit:
+            self._give_up()
+            raise
 
     async def text_async_iter(
         self, var_name: str | None = None, return_meta_data: bool = False
@@ -173,9 +177,9 @@ class ProgramState(StateReader):
         """`text_iter` for an event loop, which goes on while the backend works."""
         from .driver import pieces_async  # asyncio is slow to import
 
-        session = self._host.session
+        session, followed = self._host.session, Followed(self, var_name)
         try:
-            async for piece, meta in pieces_async(self, session, self._host.watched, var_name):
+            async for piece, meta in pieces_async(followed, session, self._host.watched):
                 yield (piece, meta) if return_meta_data else piece
         except Exception:
             raise
@@ -192,23 +196,19 @@ class ProgramState(StateReader):
         self._require(name)
         return self._variables[name]
 
-    def _require(self, name: str | None) -> None:
-        """Wait until a variable is bound, or say that it will never be."""
-        host = self._host
-        if name is None or name in self._variables:
-            return
-        if not host.is_over() and not host.is_inside():
-            host.wait(lambda: name in self._variables or host.is_over())
+    def _require(self, name: str) -> None:
+        """Wait for the end of the body, which may bind it again; say where it is not bound then."""
+        self._host.finish_body()
         if name not in self._variables:
             self._refuse_unknown(name)
 
-    def _pieces(self, name: str | None) -> Iterator[tuple[str, Meta]]:
+    def _pieces(self, followed: Followed) -> Iterator[str]:
         shown = 0
         while True:
-            text, meta, is_all = self._progress(name)
+            text, _, is_all = followed.progress()
             if len(text) > shown:
                 piece, shown = text[shown:], len(text)
-                yield piece, meta
+                yield piece
             if is_all:
                 return
-            self._host.wait(partial(self._has_news, name, shown))
+            self._host.wait(partial(followed.has_news, shown))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -125,3 +126,71 @@ def test_a_body_that_streams_hears_of_a_failure_itself() -> None:
             return error.reason
 
     assert program.run(backend=FakeModel([RuntimeError("gone")])).ret_value == "gone"
+
+
+@pm.function
+def bound_twice(s: pm.ProgramState) -> None:
+    s += "first" + pm.gen("x")
+    s += ". second" + s["x"]
+    s += pm.gen("x")
+
+
+@pm.function
+async def bound_twice_awaited(s: pm.AsyncState) -> None:
+    s += "first" + pm.gen("x")
+    s += ". second" + await s["x"]
+    s += pm.gen("x")
+
+
+TWICE = {"first": " one two three", "second": " four"}
+
+
+def test_a_variable_that_is_bound_again_is_the_last_one_in_every_reading() -> None:
+    runs: list[Callable[[], pm.ProgramState]] = [
+        lambda: bound_twice.run(backend=FakeModel(TWICE)),
+        lambda: bound_twice.run(backend=FakeModel(TWICE), eager=True),
+        lambda: bound_twice.compile().run(backend=FakeModel(TWICE)),
+        lambda: bound_twice_awaited.run(backend=FakeModel(TWICE)),
+    ]
+    for run in runs:
+        assert run()["x"] == run().get_text("x") == " four"
+        meta = run().get_meta_info("x")
+        assert isinstance(meta, dict) and meta["completion_tokens"] == 1
+        state = run()
+        state.sync()
+        assert state["x"] == " four"
+        assert list(state.text_iter("x")) == [" four"]
+
+    async def main() -> None:
+        state = bound_twice_awaited.start(backend=FakeModel(TWICE))
+        assert await state["x"] == " four"
+        state = bound_twice_awaited.start(backend=FakeModel(TWICE))
+        pieces = [piece async for piece in state.text_async_iter("x")]
+        assert pieces == [" one", " two", " three"]
+
+    asyncio.run(main())
+
+
+def test_a_stream_keeps_to_the_value_that_it_began_with() -> None:
+    state = bound_twice.run(backend=FakeModel(TWICE))
+    pieces = []
+    for piece in state.text_iter("x"):
+        pieces.append(piece)
+        if len(pieces) == 2:
+            state.sync()  # now it is bound again
+    assert "".join(pieces) == " one two three"
+    assert state["x"] == " four"
+
+
+def test_values_of_a_stream_end_with_the_value_that_it_began_with() -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s["x"] = pm.gen(list[int], max_tokens=16)
+        s += f" {len(s['x'])}"
+        s["x"] = pm.gen(list[int], max_tokens=16)
+
+    def run() -> pm.ProgramState:
+        return program.run(backend=FakeModel(["[1, 2]", "[3]"]))
+
+    assert list(run().value_iter("x"))[-1] == [1, 2]
+    assert run()["x"] == [3]
