@@ -21,6 +21,7 @@ from palmette.lang.ir import (
     format_node,
 )
 from palmette.lang.testing import FakeModel
+from palmette.lang.variables import Bound
 from palmette.runtime.request import ErrorInfo, Finish, FinishReason, Output, Request
 
 LINE = Line("file.py", 1, "program")
@@ -95,8 +96,8 @@ def test_a_failure_marks_what_depends_on_it_and_nothing_else() -> None:
         gen(1, 3, 1, "good"),
         Extend(StateId(3), StateId(4), Insert(ValueId(0), True), LINE),
         Extend(StateId(3), StateId(5), Splice(StateId(1), StateId(2)), LINE),
-        Call(ValueId(2), "c", len, (ValueId(0),), LINE),
-        Call(ValueId(3), "d", len, (ValueId(1),), LINE),
+        Call(ValueId(2), "c", len, (Bound(ValueId(0)),), LINE),
+        Call(ValueId(3), "d", len, (Bound(ValueId(1)),), LINE),
     )
     for node in nodes:
         run.append(node)
@@ -139,7 +140,7 @@ def test_every_node_prints() -> None:
         Extend(ROOT, StateId(1), Text("long " * 40, True), LINE),
         Extend(ROOT, StateId(1), Insert(ValueId(3), True), LINE),
         Extend(ROOT, StateId(1), Splice(StateId(2), StateId(5)), LINE),
-        Call(ValueId(1), "n", len, (ValueId(0),), LINE),
+        Call(ValueId(1), "n", len, (Bound(ValueId(0)),), LINE),
     )
     shortened, insert, spliced, call = map(format_node, nodes)
     assert len(shortened) < 100 and "..." in shortened
