@@ -139,6 +139,9 @@ class _NeverWaiting(asyncio.BaseEventLoop):
         self._main = self.create_task(body)
         return self._main
 
+    def time(self) -> float:
+        return 0.0  # no time passes: what is to come later never comes
+
     def select(self, timeout: float | None) -> list[object]:
         if timeout != 0:
             self._refuse()
