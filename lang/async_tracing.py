@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .async_state import AsyncState
-from .compiler import TracedState, TracingHost
+from .compiler import TracedState, TracingHost, inside
 from .errors import ConcretizationError
 from .host import caller_line
 from .ir import Line
@@ -55,7 +55,8 @@ class TracedAsyncState(AsyncState):
 def start_inside(tracing: Tracing, call: Call, defaults: RunDefaults) -> TracedAsyncState:
     """What `start` does inside of a program that is being compiled."""
     state = _inner(tracing, call, defaults)
-    state.returned = finished(call.func)(state, *call.args, **call.kwargs)
+    with inside():
+        state.returned = finished(call.func)(state, *call.args, **call.kwargs)
     return state
 
 
@@ -63,7 +64,9 @@ async def run_inside(tracing: Tracing, call: Call, defaults: RunDefaults) -> Pro
     """What `await program(...)` does there: a second chain of states."""
     state = _inner(tracing, call, defaults)
     body: Any = call.func(state, *call.args, **call.kwargs)
-    return finished_state(state, await body)
+    with inside():
+        returned = await body
+    return finished_state(state, returned)
 
 
 def _inner(tracing: Tracing, call: Call, defaults: RunDefaults) -> TracedAsyncState:

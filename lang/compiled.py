@@ -11,7 +11,7 @@ from .backends import session_of
 from .binding import Arguments, bind, bound_value, text_of_piece
 from .compiler import refuse_tracing
 from .content import ManyTexts, extend, prompt_ids
-from .errors import brief
+from .errors import ProgramError, brief
 from .expressions import RunDefaults
 from .host import Host
 from .interpreter import Interpreter
@@ -26,18 +26,69 @@ from .session import Session
 from .state import ProgramState
 from .trace import Reading, Recorder
 from .unable import check_node
+from .variables import Bound
 
 if TYPE_CHECKING:
     from .backends import Backend
 
 
+class CompiledBody:
+    """What the function would have done: it would end where it read a value that failed."""
+
+    value: object = None
+
+    def __init__(self, program: Program, reading: Reading) -> None:
+        self._program = program
+        self._reading = reading
+
+    @property
+    def finished(self) -> bool:
+        """Whether all that it read is known."""
+        reading = self._reading
+        return all(
+            reading.has_result(one.value)
+            if isinstance(one, Bound)
+            else reading.has_content(one.tip) and reading.has_content(one.base)
+            for one in self._program.reads
+        )
+
+    @property
+    def error(self) -> ProgramError | None:
+        """What would have ended it."""
+        reading = self._reading
+        try:
+            for one in self._program.reads if self.finished else ():
+                if isinstance(one, Bound):
+                    reading.result(one.value)
+                else:
+                    reading.content(one.tip)
+        except ProgramError as error:
+            return error
+        return None
+
+    @property
+    def failure(self) -> ProgramError | None:
+        """The first operation of its own that failed, or what ended it; after its end."""
+        inner, reading = self._program.inner, self._reading
+        if not inner or reading.error is None:
+            return reading.error
+        for call in self._program.nodes:
+            if not isinstance(call, Extend) and call.value not in inner:
+                try:
+                    reading.result(call.value)
+                except ProgramError as error:
+                    return error
+        return self.error
+
+
 class CompiledState(ProgramState):
     """The state of a run of a compiled program, at its end from the start."""
 
-    __slots__ = ("_result",)
+    __slots__ = ("_body", "_result")
 
     def __init__(self, program: Program, arguments: Arguments, host: Host) -> None:
         super().__init__(host)
+        host.task = self._body = CompiledBody(program, host.reading)
         host.branches = dict(program.branches)
         self._state = program.tip
         self._turns = list(program.turns)
@@ -48,7 +99,12 @@ class CompiledState(ProgramState):
 
     @property
     def ret_value(self) -> object:
+        self._host.finish_body()
+        self._host.raise_body_error()
         return self._resolve(self._result)
+
+    def _error_so_far(self) -> BaseException | None:
+        return self._body.failure
 
     def _resolve(self, binding: object) -> object:
         reading = self._host.reading

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .calls import Result
@@ -28,6 +29,7 @@ from .ir import (
     NOTHING_ASKED,
     ROOT,
     Asking,
+    Extend,
     GenOptions,
     Insert,
     Line,
@@ -42,7 +44,7 @@ from .ir import (
     ValueId,
 )
 from .meta import Meta
-from .placeholders import Arg, Holes, Placeholder, Ref, Unknown, plain, refs_of
+from .placeholders import Arg, Holes, Placeholder, Ref, Unknown, plain
 from .program import Parameter, Program, check_depth
 from .state import ProgramState
 from .streams import Sink
@@ -55,7 +57,18 @@ if TYPE_CHECKING:
 
 _EMPTY = inspect.Parameter.empty
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_IS_INSIDE: ContextVar[bool] = ContextVar("palmette_inside", default=False)
 _TRACING: ContextVar[Tracing | None] = ContextVar("palmette_tracing", default=None)
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """While the body of a program runs that another one started."""
+    token = _IS_INSIDE.set(True)
+    try:
+        yield
+    finally:
+        _IS_INSIDE.reset(token)
 
 
 def current_tracing() -> Tracing | None:
@@ -88,12 +101,21 @@ class Tracing(NodeMaker):
         self._counts: dict[ValueId, int] = {}  # of gens with several choices
         self._typed: set[ValueId] = set()  # gens whose values are no texts
         self.branches: dict[ValueId, str] = {}
+        self.reads: dict[Bound | Span, None] = {}  # of the body itself, in order
+        self.inner: set[ValueId] = set()  # made by bodies of programs inside
         # of gens that were written before: most programs write the same ones again and again
         self.planned: dict[tuple[GenArguments, RunDefaults | None], PlannedOptions] = {}
         self.chat = _format_of_marks(self.holes)
 
     def append(self, node: Node) -> None:
         self.nodes.append(node)
+        if _IS_INSIDE.get() and not isinstance(node, Extend):
+            self.inner.add(node.value)
+
+    def _read(self, binding: Bound | Span) -> None:
+        """The body needs it there: that it fails would end the body."""
+        if not _IS_INSIDE.get():
+            self.reads[binding] = None
 
     def extend(self, source: StateId, piece: Piece, line: Line) -> StateId:
         if not isinstance(piece, Text):
@@ -149,14 +171,29 @@ class Tracing(NodeMaker):
         _refuse("the text of a state")
 
     def text(self, tip: StateId, base: StateId | None = None) -> str:
+        self._read(Span(ROOT if base is None else base, tip))
         return Ref.of(Quote(ROOT if base is None else base, tip, True), self.holes)
 
     def result(self, value: ValueId) -> Result:
+        self._read(Bound(value))
         meta: Any = Unknown("", "the meta information of a generated text", _RUN_IT)
-        refs = refs_of(
-            value, self._counts.get(value, 1), self.holes, is_text=value not in self._typed
-        )
+        count = self._counts.get(value, 1)
+        if count == 1:
+            refs: object = self._ref(Insert(value, True), Bound(value))
+        else:
+            refs = [
+                self._ref(Insert(value, True, which), Item(value, which)) for which in range(count)
+            ]
         return _TracedResult(value=refs, meta=meta)
+
+    def _ref(self, hole: Insert, binding: Bound | Item) -> Ref:
+        is_text = hole.value not in self._typed
+        return Ref.of(hole, self.holes, None if is_text else partial(self._written, binding))
+
+    def _written(self, binding: Bound | Item) -> str:
+        """The mark of what an f-string writes of a value of a type: of the value, not its text."""
+        value = super().call(None, str, (binding,), caller_line())
+        return self.holes.mark(Insert(value, True))
 
     def has_result(self, value: ValueId) -> bool:
         return True  # as a reference
@@ -190,7 +227,8 @@ class Tracing(NodeMaker):
             return finished_state(inner, inner.returned)
         host = TracingHost(self, defaults, num_spec=call.num_spec, is_inner=True)
         state = TracedState(host)
-        state.returned = call.func(state, *call.args, **call.kwargs)
+        with inside():
+            state.returned = call.func(state, *call.args, **call.kwargs)
         return state
 
     def frozen(self, value: object, place: str, depth: int = 0) -> object:
@@ -420,6 +458,8 @@ def compile_function(
         },
         result=tracing.frozen(returned, "the result"),
         branches=tracing.branches,
+        reads=tuple(tracing.reads),
+        inner=frozenset(tracing.inner),
     )
 
 

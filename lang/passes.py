@@ -52,8 +52,8 @@ def optimised(program: Program) -> Program:
 
 
 def readable(program: Program) -> list[object]:
-    """All that can be read at the end."""
-    bindings = [*program.variables.values(), program.result]
+    """All that can be read at the end, or was by the function itself."""
+    bindings = [*program.variables.values(), program.result, program.reads]
     return [leaf for binding in bindings for leaf in leaves(binding)]
 
 
@@ -130,7 +130,7 @@ def drop_dead(program: Program) -> Program:
 def renumbered(program: Program) -> Program:
     """The same program with states and values counted up in the order of its nodes.
 
-    Without the branches of what is not among them.
+    What is told of values that are not among them goes.
     """
     states: dict[StateId, StateId] = {ROOT: ROOT}
     values: dict[ValueId, ValueId] = {}
@@ -143,7 +143,9 @@ def renumbered(program: Program) -> Program:
         old == new for old, new in values.items()
     ):  # what went, if any, stood at the end
         kept = {value: text for value, text in program.branches.items() if value in values}
-        return program if kept == program.branches else replace(program, branches=kept)
+        inner = program.inner & values.keys()
+        is_same = (kept, inner) == (program.branches, program.inner)
+        return program if is_same else replace(program, branches=kept, inner=inner)
     ids = _Ids(states, values)
     return replace(
         program,
@@ -153,6 +155,8 @@ def renumbered(program: Program) -> Program:
         variables={name: ids.reference(value) for name, value in program.variables.items()},
         result=ids.reference(program.result),
         branches={values[old]: text for old, text in program.branches.items() if old in values},
+        reads=ids.reference(program.reads),
+        inner=frozenset(values[old] for old in program.inner if old in values),
     )
 
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 from .errors import ConcretizationError
 from .expressions import Expr
 from .host import caller_line
-from .ir import Insert, Mark, Quote, Slot, Template, ValueId
+from .ir import Insert, Mark, Quote, Slot, Template
 
 Hole = Slot | Insert | Quote | Mark
 
@@ -223,23 +224,27 @@ class Ref(Placeholder):
     """A value that will be generated, and its text."""
 
     hole: Insert | Quote
-    _is_text: bool  # whether the value is its text
+    _written: Callable[[], str] | None  # the mark of str(value), where that is not its text
 
     @classmethod
-    def of(cls, hole: Insert | Quote, holes: Holes, *, is_text: bool = True) -> Ref:
+    def of(
+        cls, hole: Insert | Quote, holes: Holes, written: Callable[[], str] | None = None
+    ) -> Ref:
         ref = cls(
             holes.mark(hole),
             "a generated value",
             "run the function itself, which waits where it reads, or leave what is to be done "
             "with the text to s.call()",
         )
-        ref.hole, ref._is_text = hole, is_text
+        ref.hole, ref._written = hole, written
         return ref
 
     def __format__(self, spec: str) -> str:
-        if spec or not self._is_text:
+        if spec:
             self._refuse()
-        return self.as_text()
+        if self._written is None:
+            return self.as_text()
+        return Placeholder(self._written(), self._what, self._remedy)
 
     def as_text(self) -> Placeholder:
         """The text in the prompt, whatever the value is."""
@@ -262,10 +267,3 @@ class Unknown(Placeholder):
         self._refuse()
 
     __radd__ = __add__
-
-
-def refs_of(value: ValueId, count: int, holes: Holes, *, is_text: bool = True) -> Ref | list[Ref]:
-    """What stands for the value of a gen with `count` choices."""
-    if count == 1:
-        return Ref.of(Insert(value, True), holes, is_text=is_text)
-    return [Ref.of(Insert(value, True, index), holes, is_text=is_text) for index in range(count)]

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from .ir import ROOT, Gen, Node, Select, StateId, ValueId, format_node
-from .variables import Turn
+from .variables import Bound, Span, Turn
 
 if TYPE_CHECKING:
     from .backends import Backend
@@ -60,6 +60,8 @@ class Program:
     result: object = field(default=None, hash=False)  # of the function, in the same terms
     # which fork, for `explain`
     branches: Mapping[ValueId, str] = field(default_factory=dict, hash=False)
+    reads: tuple[Bound | Span, ...] = ()  # what the function itself read, in order
+    inner: frozenset[ValueId] = frozenset()  # of programs that it ran: their failures are theirs
 
     def __str__(self) -> str:
         given = ", ".join(parameter.name for parameter in self.parameters)

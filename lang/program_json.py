@@ -115,6 +115,11 @@ def encode(program: Program) -> bytes:
             },
             result=None if program.result is None else _readable(program.result, "the result"),
             branches={int(value): branch for value, branch in program.branches.items()},
+            reads=[
+                ValueRef(one.value) if isinstance(one, Bound) else TextRef(one.base, one.tip)
+                for one in program.reads
+            ],
+            inner=sorted(program.inner),
         )
     )
 
@@ -318,6 +323,15 @@ class _Reader:
             variables[name] = self._readable(value)
         self._place = "result"
         result = None if wire.result is None else self._readable(wire.result)
+        self._place = "reads"
+        reads = tuple(
+            Bound(self._value(one.value))
+            if isinstance(one, ValueRef)
+            else Span(self._state(one.base), self._state(one.tip))
+            for one in wire.reads
+        )
+        self._place = "inner"
+        inner = frozenset(map(self._value, wire.inner))
         self._place = "branches"
         return Program(
             name=wire.name,
@@ -331,6 +345,8 @@ class _Reader:
             variables=variables,
             result=result,
             branches={self._value(value): text for value, text in wire.branches.items()},
+            reads=reads,
+            inner=inner,
         )
 
     def _node(self, node: AnyNode, index: int) -> Node:

@@ -166,3 +166,5 @@ class WireProgram(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     variables: dict[str, Readable] = {}
     result: Readable | None = None
     branches: dict[int, str] = {}
+    reads: list[ValueRef | TextRef] = []  # by the function itself: that one fails would end it
+    inner: list[int] = []  # values of programs that it ran

@@ -48,9 +48,14 @@ class Waiter(Protocol):
 class Body(Protocol):
     """The function of a program that runs: `finished` when it returned or raised `error`."""
 
-    finished: bool
-    value: object
-    error: BaseException | None
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def value(self) -> object: ...
+
+    @property
+    def error(self) -> BaseException | None: ...
 
 
 class AsyncBody:

@@ -28,6 +28,7 @@ from palmette.lang.outlook import BatchStart
 from palmette.lang.passes import critical_path
 from palmette.lang.program import Program
 from palmette.lang.streams import Issue, Later
+from palmette.lang.variables import Bound, Span
 from palmette.runtime.request import (
     ErrorInfo,
     Finish,
@@ -294,6 +295,8 @@ class ServedRun:
                 errors[name] = _told(error)
         answer: Event = {"variables": variables, "errors": errors, "text": None, "messages": None}
         try:
+            for one in program.reads:  # one that failed would have ended the function
+                self._fail_like(one)
             texts = _Texts(run, self._max_chars)
             answer["text"] = texts(program.tip, None)
             answer["messages"] = [
@@ -328,6 +331,13 @@ class ServedRun:
         """The choices of the selects, by their value."""
         selects = (node.value for node in self._run.nodes if isinstance(node, Select))
         return {value: str(self._result_of(value).value) for value in selects}
+
+    def _fail_like(self, read: Bound | Span) -> None:
+        outcome = (
+            self._run.result(read.value) if isinstance(read, Bound) else self._run.content(read.tip)
+        )
+        if isinstance(outcome, ProgramError):
+            raise outcome
 
     def _spender(self) -> Callable[[int], None]:
         """Counts characters of generated texts: each may be named often, but not without end."""

@@ -570,7 +570,7 @@ def test_values_of_a_type_are_made_here(client: pm.RuntimeEndpoint, local: Engin
         s += question
         s["n"] = pm.gen(int, max_tokens=4)
         s["list"] = pm.gen(Literal["abc", "bcd"], n=2)
-        s += f" {s['n']}"
+        s += " " + s.get_text("n")
         return s["n"]
 
     compiled = program.compile()
