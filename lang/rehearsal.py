@@ -196,7 +196,7 @@ class Guess:
         if length is None:
             length = room if limit is None else limit
         sampling = replace(sampling, max_new_tokens=length, min_new_tokens=0, **_NO_STOPS)  # type: ignore[arg-type]
-        ids = self._text(request, length, run)
+        ids = self._text(request, min(length, room), run)  # more is refused by the engine
         changed = replace(request, sampling=sampling, grammar=None)
         return Scripted(changed, Answer(num_prompt, ids))
 

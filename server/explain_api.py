@@ -106,7 +106,7 @@ async def _forecast(
     question = Question(
         program=data,
         entries=[dict(entry) for entry in entries],  # type: ignore[arg-type]  # judged by the body
-        defaults=defaults,
+        defaults=defaults._asdict(),
         prices=None if body.prices is None else Prices(**msgspec.structs.asdict(body.prices)),
         lengths=body.lengths,
         standing=standing,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -23,6 +23,7 @@ from palmette.constrained.compiler import GrammarCompiler
 from palmette.lang.chat import ChatFormat
 from palmette.lang.content import Encoder
 from palmette.lang.errors import BackendError, ProgramError
+from palmette.lang.expressions import RunDefaults
 from palmette.lang.prediction import Asked, predict
 from palmette.lang.program import Program
 from palmette.runtime.load import open_tokenizer
@@ -96,7 +97,7 @@ def _forecast(question: Question, begin: Begin, parts: Parts) -> bytes:
     asked = Asked(
         program=Program.from_json(question.program),
         entries=question.entries,
-        defaults=question.defaults,
+        defaults=RunDefaults(**{name: _plain(value) for name, value in question.defaults.items()}),
         prices=question.prices,
         lengths=question.lengths,
     )
@@ -110,6 +111,10 @@ def _forecast(question: Question, begin: Begin, parts: Parts) -> bytes:
         is_streamed=False,
     )
     return forecast.to_json(indent=None).encode()
+
+
+def _plain(value: object) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _messages(source: IO[bytes]) -> Iterator[Begin | Question]:

@@ -15,10 +15,10 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from palmette.lang.expressions import RunDefaults
 from palmette.lang.forecast import Prices
 from palmette.lang.prediction import Made
 from palmette.runtime.config import EngineConfig
@@ -49,7 +49,7 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
 class Question(msgspec.Struct, tag="question", frozen=True, kw_only=True):
     program: bytes  # JSON
     entries: list[dict[str, Argument]]
-    defaults: RunDefaults
+    defaults: dict[str, Any]  # of RunDefaults, where max_tokens may be None
     prices: Prices | None
     lengths: dict[str, int]
     standing: Standing

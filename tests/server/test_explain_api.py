@@ -209,6 +209,8 @@ def children(server: RunningServer) -> list[str]:
         ({"batch": [], "arguments": {"q": "x"}}, "batch: must have 1 to 64 entries"),
         ({"batch": [{"q": "x"}] * 65}, "batch: must have 1 to 64 entries"),
         ({"arguments": {"q": "x"}, "cache": "warm"}, "cache"),
+        ({"arguments": {"q": "x"}, "lengths": {"a": -5}}, "max_new_tokens: -5 is out of range"),
+        ({"arguments": {"q": "x"}, "lengths": {"a": 10**12}}, "exceed the context"),
         ({"arguments": {"q": "x"}, "prices": {"input": 1}}, "prices"),
         ({"arguments": {"q": "x"}, "more": 1}, "more"),
         ({"arguments": {"q": "x" * 9000}}, "gen 'a' failed: prompt: 9000 prompt tokens + 4 new"),
@@ -220,6 +222,20 @@ def test_what_cannot_be_foreseen_is_refused(
     answer = server.post(f"{register(server, asking)}/explain", body)
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
+
+
+def test_all_settings_of_a_run_reach_the_forecast(server: RunningServer) -> None:
+    @pm.function
+    def free(s: pm.ProgramState, q: str) -> None:
+        s += q + pm.gen("a")
+
+    path = register(server, free)
+    sampling = {"max_new_tokens": None, "stop": ["x", "y"], "stop_regex": "z+", "top_k": 5}
+    sampling |= {"stop_token_ids": [3, 4], "return_logprob": True, "temperature": 0.5}
+    body = {"arguments": {"q": "x" * 100}, "sampling": sampling}
+    answer = server.post(f"{path}/explain", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["forecast"]["generated_tokens"] == 2048 - 100
 
 
 def test_too_many_requests_in_all(server: RunningServer) -> None:
