@@ -61,7 +61,8 @@ def figures(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
         what = f"prefill {row['prefill']}" if "prefill" in row else f"{row['rows']} rows"
         yield f"transformers {row['model']}, {what}: {row['tokens_per_s']:.0f} tokens/s"
     for row in rows("prefix", "speedup"):
-        yield f"{row['model']}, {row['workload']}: {row['speedup']:.2f}x with shared pages"
+        what = f"{row['model']} {row['attention']}, {row['workload']}"
+        yield f"{what}: {row['speedup']:.2f}x with shared pages"
     for row in rows("host", "us_host_launch"):
         how = "graph" if row["graphs"] else "no graph"
         times = f"launch {row['us_host_launch']:.0f} us, beyond the device {row['us_gap']:.0f} us"

@@ -35,7 +35,9 @@ def test_parts_are_chosen_and_tabulated(tmp_path: Path) -> None:
     (tmp_path / "host.json").write_text("of an earlier run")
     parts, printed = dry_run(tmp_path, "prefix", "host")
     assert parts.keys() == {"prefix", "host"}
-    assert {row["share"] for row in parts["prefix"] if "share" in row} == {True, False}
+    assert {(row["attention"], row["share"]) for row in parts["prefix"] if "share" in row} == {
+        *(("triton", True), ("triton", False), ("flashinfer", True), ("flashinfer", False)),
+    }
     assert [row["graphs"] for row in parts["host"]] == [True, False]
     assert "with shared pages" in printed and "host, 2 rows, graph: launch" in printed
 
