@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 
@@ -304,3 +306,56 @@ def test_the_same_answers_in_a_pool_that_is_too_small() -> None:
         assert texts[0] == texts[1]
         small.engine.check()
         small.engine.cache.tree.check()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_programs_in_little_memory_leave_nothing_behind(seed: int) -> None:
+    """Forks of forks that are read, joined, left or fail, in a batch of which some are given up."""
+    rng = random.Random(seed)
+
+    def grow(s: pm.ProgramState, depth: int) -> None:
+        for step in range(rng.randint(1, 3)):
+            s += rng.choice(["and so", "then again", "x"]) + gen(
+                f"v{depth}{step}", rng.randint(0, 6)
+            )
+            if rng.random() < 0.1:
+                s += pm.gen("bad", max_tokens=5000)  # refused
+            if rng.random() < 0.3:
+                s += pm.select("c", ["one", "other"])
+            if rng.random() < 0.3:
+                assert s.text() is not None
+            if depth < 2 and rng.random() < 0.6:
+                forks = s.fork(rng.randint(1, 3))
+                for fork in forks:
+                    grow(fork, depth + 1)
+                if rng.random() < 0.6:
+                    forks.join(rng.choice(["gather_variable", "concate_and_append"]))
+
+    @pm.function
+    def program(s: pm.ProgramState, head: str) -> None:
+        s += head
+        with suppress(pm.ProgramError):
+            grow(s, 0)
+
+    client = Noting(num_pages=60)
+    states = [program.run(HEAD[: rng.randint(5, 30)], backend=client) for _ in range(6)]
+    for state in states:
+        if rng.random() < 0.6:
+            state.sync()
+        else:
+            pieces = state.text_iter()
+            with suppress(pm.ProgramError):
+                next(pieces, None)
+            pieces.close()
+            del pieces
+    del state, states
+    gc.collect()
+    while client.engine.has_work:
+        client.engine.step()
+    client.engine.check()
+    client.engine.cache.tree.check()
+    assert client.engine.cache.tree.num_announced() == 0
+    assert not client.engine.cache._last_uses._num_live
+    assert not client.engine.cache._last_uses._ending
+    assert client.engine.flush_cache()
+    assert client.engine.stats().free_pages == 60
