@@ -397,12 +397,8 @@ class RemoteEngine:
             case frames.Pong(call_id=call_id, step=step, stats=stats):
                 self._step, self._stats = step, stats
                 self._answer(call_id, message)
-            case (
-                frames.Flushed(call_id=call_id)
-                | frames.Pinned(call_id=call_id)
-                | frames.Looked(call_id=call_id)
-            ):
-                self._answer(call_id, message)
+            case frames.Flushed() | frames.Pinned() | frames.Looked():
+                self._answer(message.call_id, message)
             case frames.Ready(info=info):
                 self._info, self._state, self._detail = info, EngineState.READY, ""
                 self._changed.set()
