@@ -17,8 +17,9 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[..., D] -> codes [..., D] of `dtype`, scales [...] float32."""
     wide = x.float()
     peak = wide.abs().amax(dim=-1)
-    scale = torch.where(peak.isfinite(), peak / LARGEST[dtype], torch.nan)
-    inverse = torch.where(peak > 0, LARGEST[dtype] / peak, 0.0)
+    largest = torch.full_like(peak, LARGEST[dtype])  # by a number torch would not divide exactly
+    scale = torch.where(peak.isfinite(), peak / largest, torch.nan)
+    inverse = torch.where(peak > 0, largest / peak, 0.0)
     inverse = torch.where(inverse.isfinite(), inverse, 0.0)  # of a row that is all but zero
     codes = (wide * inverse.unsqueeze(-1)).nan_to_num(0.0)
     codes = codes.round() if dtype == torch.int8 else codes.clamp(-448.0, 448.0)

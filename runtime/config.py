@@ -73,7 +73,7 @@ class EngineConfig:
     served_name: str | None = None  # None: the model's own name
     device: str = "auto"  # auto, cpu, cuda
     runner: str = "auto"  # auto, native, torch, cuda
-    weights: str = "auto"  # auto, fp32, bf16; native: stored, int8, int4 too
+    weights: str = "auto"  # auto, fp32, bf16, int8, int4; native: stored too; cuda: fp16, fp8 too
     kv_dtype: str = "auto"  # auto, fp32, bf16, fp16; native: int8 too; cuda: int8, fp8 too
     attention: str = "auto"  # of the cuda runner: auto, flashinfer, triton
     sampling: str = "auto"  # its top_k and top_p: auto, flashinfer, triton

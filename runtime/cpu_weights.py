@@ -94,7 +94,7 @@ def plan_matrices(weights: str, checkpoint: Checkpoint) -> Iterator[MatrixPlan]:
             f"weights: int4 keeps tensors stored as {', '.join(sorted(FOUR_BIT))};"
             f" {checkpoint.path} has none; use int8"
         )
-    for role, layer, names in _tensor_names(checkpoint.config):
+    for role, layer, names in tensor_names(checkpoint.config):
         tensors = [checkpoint.weights.get(name) for name in names]
         encodings = frozenset(tensor.encoding for tensor in tensors)
         num_inputs = tensors[0].shape[1]
@@ -187,7 +187,8 @@ def kept_name(weights: str, checkpoint: Checkpoint) -> str:
     return counts.most_common(1)[0][0]
 
 
-def _tensor_names(config: ModelConfig) -> Iterator[tuple[MatrixRole, int, tuple[str, ...]]]:
+def tensor_names(config: ModelConfig) -> Iterator[tuple[MatrixRole, int, tuple[str, ...]]]:
+    """Role, layer and tensors of each matrix; tensors of one matrix lie one below the other."""
     for layer in range(config.num_layers):
         for role, parts in _PARTS.items():
             yield role, layer, tuple(layer_name(layer, f"{part}.weight") for part in parts)

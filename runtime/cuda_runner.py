@@ -30,9 +30,11 @@ from palmette.kernels.cuda.triton_attention import AttentionPlan, TritonAttentio
 from .cuda_graphs import GRAPH_ROWS, CaptureProgress, DecodeGraphs
 from .models.decoder import LoadTensor
 from .models.fused_decoder import FusedDecoder
+from .models.matrix_loader import LoadMatrix, matrices_of
 from .models.shard import ALONE, Group, cut_weight, shard_config
 
 if TYPE_CHECKING:  # readers of files, which random weights do not need
+    from .cuda_weights import CudaWeights
     from .weights import Checkpoint
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,13 +44,14 @@ _KV_DTYPES = {**_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 class CudaRunner:
     """Implements `runner.AheadRunner`; `launch` does not wait for the device.
 
-    dtype is that of weights and activations; kv_dtype that of K and V: auto is dtype, int8 and fp8
-    keep a scale for each token and kv head. deterministic: a row's bits do not depend on
+    dtype is that of activations, and of weights that are not quantised; weights: how matrices are
+    kept (`cuda_weights`), None as numbers of dtype; kv_dtype that of K and V: auto is dtype, int8
+    and fp8 keep a scale for each token and kv head. deterministic: a row's bits do not depend on
     batch, chunks, pages or cache. graph_rows: numbers of rows to capture graphs for, ascending;
     the graphs of shared pages are captured when they are first needed. load: gives the weights by
-    name, on the device in dtype; None reads the checkpoint's. attention: triton or flashinfer.
-    sampling: triton or flashinfer, whose kernels filter by top_k and top_p. progress: told how many
-    graphs are captured, of how many. group: whose rank this is.
+    name, on the device in dtype; None reads the checkpoint's; load_matrix: gives matrices instead.
+    attention: triton or flashinfer. sampling: triton or flashinfer, whose kernels filter by top_k
+    and top_p. progress: told how many graphs are captured, of how many. group: whose rank this is.
 
     Raises:
         ValueError: a weight is not finite or a shape is not supported by the kernels.
@@ -64,6 +67,7 @@ class CudaRunner:
         num_pages: int,
         page_size: int,
         dtype: str = "bf16",
+        weights: CudaWeights | None = None,
         kv_dtype: str = "auto",
         deterministic: bool = True,
         share_pages: bool = True,
@@ -72,6 +76,7 @@ class CudaRunner:
         graph_rows: Sequence[int] = GRAPH_ROWS,
         device: Device | None = None,
         load: LoadTensor | None = None,
+        load_matrix: LoadMatrix | None = None,
         progress: CaptureProgress | None = None,
         group: Group = ALONE,
     ) -> None:
@@ -84,6 +89,8 @@ class CudaRunner:
             array = cut_weight(name, array, checkpoint.config, group)
             return torch.tensor(array).to(device=target, dtype=kind)
 
+        if load_matrix is None and weights is not None:
+            load_matrix = matrices_of(checkpoint, load or load_file, weights, target)
         self.vocab_size = config.vocab_size
         self._max_positions = min(config.context_length, num_pages * page_size)
         self.pool = StreamedKVPool(
@@ -102,6 +109,7 @@ class CudaRunner:
                 self._max_positions,
                 deterministic=deterministic,
                 group=group,
+                load_matrix=load_matrix,
             )
             self._attention: TritonAttention | FlashInferAttention
             if attention == "flashinfer":

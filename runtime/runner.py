@@ -266,6 +266,8 @@ def _native_choice(config: EngineConfig) -> RunnerChoice:
 
 
 def _cuda_choice(config: EngineConfig) -> RunnerChoice:
+    from .cuda_weights import activations_of, check_weights, cuda_weights, kept_bytes, kept_name
+
     attention = resolve(config, has=_is_installed)
     sampling = resolve_sampling(config, has=_is_installed)
     if attention.name == "reference":
@@ -273,12 +275,13 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         if config.runner == "cuda":
             raise ValueError("attention: triton is not installed; pip install 'palmette[cuda]'")
         return _torch_choice(config, device="cuda", reason=reason)
-    weights = _as_float("bf16" if config.weights == "auto" else config.weights)
-    if weights is None:
+    weights = cuda_weights(config.weights)
+    dtype = activations_of(weights)
+    kv_dtype = _cuda_kv_dtype(config.kv_dtype, dtype)
+    if weights != dtype and config.tensor_parallel > 1:
         raise ValueError(
-            f"weights: {config.weights!r} is not supported on cuda; use fp32, bf16 or fp16"
+            f"weights: {weights} matrices are not cut over ranks; use bf16, or tensor_parallel 1"
         )
-    kv_dtype = _cuda_kv_dtype(config.kv_dtype, weights)
 
     def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
         if checkpoint.architecture.build is not None:  # its own model: torch, no fused kernels
@@ -287,6 +290,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         from .cuda_graphs import graph_rows_up_to
         from .cuda_runner import CudaRunner
 
+        check_weights(weights, checkpoint)
         chosen = for_model(attention, config, checkpoint.config)
         if chosen != attention:
             logger.info("attention %s: %s", chosen.name, chosen.reason)
@@ -294,7 +298,8 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
             checkpoint,
             num_pages=num_pages,
             page_size=config.page_size,
-            dtype=weights,
+            dtype=dtype,
+            weights=None if weights == dtype else weights,
             kv_dtype=kv_dtype,
             deterministic=config.deterministic,
             attention=chosen.name,
@@ -307,7 +312,8 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         device="cuda",
         weights=weights,
         reason=f"a CUDA device is there; attention {attention.name}: {attention.reason}",
-        weight_bytes=partial(_uniform_bytes, 4 if weights == "fp32" else 2),
+        weight_bytes=partial(kept_bytes, weights),
+        weights_name=partial(kept_name, weights),
         kv_dtype=lambda _: kv_dtype,
         build=build,
         available_bytes=_cuda_bytes(),

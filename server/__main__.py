@@ -36,7 +36,8 @@ _ENGINE_HELP = {
     "attention": "kernels of the cuda runner: auto, flashinfer or triton",
     "sampling": "its top_k and top_p: auto, flashinfer or triton; flashinfer may keep other ties",
     "deterministic": "cuda: the same bits whatever else is in the batch; off is faster",
-    "weights": "auto, stored, fp32, bf16, fp16, int8 or int4; native has no fp16, cuda only floats",
+    "weights": "auto, stored, fp32, bf16, fp16, fp8, int8 or int4; fp16 and fp8 are for cuda, "
+    "stored for native",
     "kv_dtype": "how K and V are kept: auto, fp32, bf16, fp16, int8 or, on cuda, fp8; "
     "auto follows the weights",
     "tensor_parallel": "ranks that share each layer: CUDA devices, or processes of torch",

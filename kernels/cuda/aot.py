@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .add_rms_norm import add_rms_norm_kernel
+from .aot_quantised import quantised_variants
 from .bitmask import bitmask_kernel
 from .common import padded
 from .compiled import Report, Variant, compile_variant
@@ -51,6 +52,7 @@ def variants() -> Iterator[Variant]:
         yield from _elementwise(kind)
         for rows in (64, 2048) if kind != "fp32" else (64,):
             yield _linear(kind, rows)
+    yield from quantised_variants()
 
 
 def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .common import capability_of
+
 E4M3_LARGEST = tl.constexpr(448.0)
 INT8_LARGEST = tl.constexpr(127.0)
 
@@ -58,12 +60,14 @@ def numbers_of(raw, kind: tl.constexpr):
         bits = raw.to(tl.uint16)
         half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)  # float16's exponent is 8 larger
         return (half.to(tl.float16, bitcast=True) * 256.0).to(kind)
+    if raw.dtype == tl.float8e4nv:  # by way of float32: the direct way to bf16 is slow
+        return raw.to(tl.float16).to(tl.float32).to(kind)
     return raw.to(kind)
 
 
 def native_e4m3(device: torch.device) -> bool:
     """Whether kernels may read float8e4nv on this device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and capability_of(device) >= 89
 
 
 def readable(codes: Tensor) -> Tensor:

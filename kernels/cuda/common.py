@@ -22,6 +22,14 @@ def padded(size: int) -> int:
     return int(triton.next_power_of_2(size))
 
 
+def capability_of(device: torch.device) -> int:
+    """80, 89, 90, ...; of the interpreter's device: 90."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def check(name: str, tensor: Tensor, *, ndim: int, dtypes: tuple[torch.dtype, ...] = ()) -> None:
     """ValueError unless `tensor` has `ndim` dimensions, the last one dense, and a known dtype."""
     if tensor.ndim != ndim or (tensor.numel() > 0 and tensor.stride(-1) != 1):

@@ -16,7 +16,7 @@ from palmette.kernels.kv_pool import PagedKVPool
 from palmette.kernels.reference import check_batch
 
 from .codes import readable
-from .common import INTERPRETED, LOG2E, padded
+from .common import INTERPRETED, LOG2E, capability_of, padded
 from .paged_decode import paged_decode_kernel, reduce_kernel
 from .paged_extend import paged_extend_kernel
 from .work import SPLIT, decode_work, extend_work
@@ -119,7 +119,7 @@ class TritonAttention:
         element_bytes = (query_dtype or default_query_dtype(pool)).itemsize
         scaled = pool.key_scales(0) is not None
         self._wide = wide_tiles(
-            head_dim, element_bytes, scaled=scaled, capability=_capability(pool)
+            head_dim, element_bytes, scaled=scaled, capability=capability_of(pool.keys(0).device)
         )
         if self._group_pad > self._wide.block_m:
             raise ValueError(
@@ -307,14 +307,6 @@ class TritonAttention:
 
 def default_query_dtype(pool: PagedKVPool) -> torch.dtype:
     return pool.dtype if pool.key_scales(0) is None else torch.bfloat16
-
-
-def _capability(pool: PagedKVPool) -> int:
-    device = pool.keys(0).device
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def _num_programs(pool: PagedKVPool) -> int:

@@ -5,14 +5,16 @@ The same function as `decoder.Decoder`; a layer is eight launches and its attent
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from palmette.kernels.cuda import gemm
+from palmette.kernels.cuda import fp8_gemm, gemm, quantised_gemm
 from palmette.kernels.cuda.add_rms_norm import add_rms_norm
+from palmette.kernels.cuda.quantised import QuantisedMatrix
 from palmette.kernels.cuda.rope_write import rope_write
 from palmette.kernels.cuda.silu_mul import silu_mul
 from palmette.kernels.kv_pool import PagedKVPool
@@ -20,6 +22,7 @@ from palmette.kernels.kv_pool import PagedKVPool
 from .config import ModelConfig
 from .decoder import LoadTensor
 from .layout import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
+from .matrix_loader import LoadMatrix, Matrix, joined_floats
 from .rope import rope_tables
 from .shard import ALONE, Group, embedding
 
@@ -37,21 +40,34 @@ class PlannedAttention(Protocol):
 
 
 class _Linear:
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, deterministic: bool) -> None:
-        self._weight, self._bias = weight, bias
-        self._call = gemm.linear if deterministic else functional.linear
+    def __init__(self, weight: Matrix, bias: Tensor | None, *, deterministic: bool) -> None:
+        self._bias = bias
+        self._call: Callable[[Tensor, Tensor | None], Tensor]
+        if isinstance(weight, QuantisedMatrix):
+            is_library = not deterministic and fp8_gemm.why_not(weight, torch.bfloat16) is None
+            product = fp8_gemm.linear if is_library else quantised_gemm.linear
+            self._call = lambda x, bias: product(x, weight, bias)
+        else:
+            dense = gemm.linear if deterministic else functional.linear
+            self._call = lambda x, bias: dense(x, weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._call(x, self._weight, self._bias)
+        return self._call(x, self._bias)
 
 
 class _Layer:
     def __init__(
-        self, config: ModelConfig, load: LoadTensor, index: int, *, deterministic: bool
+        self,
+        config: ModelConfig,
+        load: LoadTensor,
+        load_matrix: LoadMatrix,
+        index: int,
+        *,
+        deterministic: bool,
     ) -> None:
         def joined(parts: tuple[str, ...], *, bias: bool = False) -> _Linear:
             names = [layer_name(index, part) for part in parts]
-            weight = torch.cat([load(f"{name}.weight") for name in names])
+            weight = load_matrix([f"{name}.weight" for name in names])
             added = torch.cat([load(f"{name}.bias") for name in names]) if bias else None
             return _Linear(weight, added, deterministic=deterministic)
 
@@ -74,7 +90,8 @@ class FusedDecoder:
 
     deterministic: a row's bits do not depend on the other rows of its step; otherwise matrix
     products are the library's, which chooses by their number. group: whose rank this is; `config`
-    and `load` are then of its part (`shard`).
+    and `load` are then of its part (`shard`). load_matrix: gives matrices, which may be quantised
+    where there is one rank; None takes those of `load`.
     """
 
     def __init__(
@@ -85,18 +102,20 @@ class FusedDecoder:
         *,
         deterministic: bool,
         group: Group = ALONE,
+        load_matrix: LoadMatrix | None = None,
     ) -> None:
         self._config, self._group = config, group
-        self._embedding = load(EMBEDDING)
+        load_matrix = load_matrix or joined_floats(load)
+        self._embedding = load_matrix([EMBEDDING])
         self._layers = [
-            _Layer(config, load, index, deterministic=deterministic)
+            _Layer(config, load, load_matrix, index, deterministic=deterministic)
             for index in range(config.num_layers)
         ]
         self._norm = load(FINAL_NORM)
-        head = self._embedding if config.tie_embeddings else load(LM_HEAD)
+        head = self._embedding if config.tie_embeddings else load_matrix([LM_HEAD])
         self._lm_head = _Linear(head, None, deterministic=deterministic)
         cos, sin = rope_tables(config, max_positions)
-        device = self._embedding.device
+        device = self._norm.device
         self._cos, self._sin = torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
     def forward(
@@ -108,7 +127,7 @@ class FusedDecoder:
     ) -> Tensor:
         """[T], [T], [S] int32 -> logits [S, V] float32; sample_rows None: of all rows."""
         config, eps = self._config, self._config.rms_eps
-        residual = embedding(functional.embedding, token_ids, self._embedding, self._group)
+        residual = self._embed(token_ids)
         x: Tensor | None = None
         pool = attention.pool
         for index, layer in enumerate(self._layers):
@@ -139,3 +158,9 @@ class FusedDecoder:
             x, residual = x[sample_rows], residual[sample_rows]
         logits = self._group.join(self._lm_head(add_rms_norm(x, self._norm, eps, residual)))
         return logits[:, : config.vocab_size].float()
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T] int32 -> [T, hidden]."""
+        if isinstance(self._embedding, QuantisedMatrix):
+            return self._embedding.rows(token_ids.long()).to(self._norm.dtype)
+        return embedding(functional.embedding, token_ids, self._embedding, self._group)

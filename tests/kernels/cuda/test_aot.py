@@ -42,6 +42,7 @@ def test_the_main_configurations_compile_well() -> None:
     assert len(reports) >= 60
     kernels = {r["name"].split()[0] for r in reports}
     assert {"decode", "extend", "reduce", "sample", "rope_write", "add_rms_norm"} <= kernels
+    assert {"quantised", "encode"} <= kernels
     for kind in ("decode narrow", "decode wide", "extend plain", "extend deterministic"):
         for head_dim in (64, 128):
             name = f"{kind} bf16 D{head_dim} G4"

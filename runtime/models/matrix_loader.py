@@ -1,0 +1,72 @@
+"""Weights of a checkpoint on the device, as the cuda runner keeps them: numbers or codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from palmette.kernels.cuda.quantised import (
+    QuantisedMatrix,
+    from_groups,
+    joined,
+    quantise_fp8,
+    quantise_int8,
+)
+
+from .decoder import LoadTensor
+
+if TYPE_CHECKING:  # readers of files, which random weights do not need
+    from palmette.runtime.cuda_weights import CudaWeights
+    from palmette.runtime.weights import Checkpoint
+
+Matrix = Tensor | QuantisedMatrix
+LoadMatrix = Callable[[Sequence[str]], Matrix]  # tensors one below the other -> one matrix
+
+
+def joined_floats(load: LoadTensor) -> LoadMatrix:
+    """Matrices as `load` gives their tensors."""
+    return lambda names: load(names[0]) if len(names) == 1 else torch.cat([*map(load, names)])
+
+
+def quantising(load: LoadTensor, kind: str) -> LoadMatrix:
+    """Matrices of `load` as int8 or fp8 where their inputs allow it: for random weights."""
+    quantise = {"int8": quantise_int8, "fp8": quantise_fp8}[kind]
+    return lambda names: joined([quantise(load(name)) for name in names])
+
+
+def matrices_of(
+    checkpoint: Checkpoint, load: LoadTensor, weights: CudaWeights, device: torch.device
+) -> LoadMatrix:
+    """Matrices of a checkpoint; `load` gives its tensors as numbers, on the device."""
+    from palmette.runtime.cuda_weights import matrix_kind
+    from palmette.runtime.group_codes import read_group_codes
+
+    def kept(name: str) -> QuantisedMatrix:
+        groups = read_group_codes(checkpoint.weights.get(name))
+        arrays = (groups.codes, groups.scales, groups.minimums)
+        codes, scales, minimums = (
+            None if array is None else torch.from_numpy(array).to(device) for array in arrays
+        )
+        assert codes is not None and scales is not None
+        return from_groups(codes, scales, minimums)
+
+    def load_matrix(names: Sequence[str]) -> Matrix:
+        kind = matrix_kind(weights, checkpoint, names)
+        if kind == "float":
+            return joined_floats(load)(names)
+        if kind == "fp8":
+            return joined([quantise_fp8(load(name)) for name in names])
+        encodings = {name: checkpoint.weights.get(name).encoding for name in names}
+        return joined(
+            [
+                kept(name)
+                if kind == "int4" or encodings[name] == "q8_0"
+                else quantise_int8(load(name))
+                for name in names
+            ]
+        )
+
+    return load_matrix
