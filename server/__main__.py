@@ -7,6 +7,7 @@ mend ends with one line on stderr and exit status 2, never with a traceback.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -131,6 +132,7 @@ class _Command(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The entry point `palmette`; returns the exit status."""
+    _write_any_text()
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -146,6 +148,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{options.prog}: {_one_line(error)}", file=sys.stderr)
         return USER_ERROR
     return status
+
+
+def _write_any_text() -> None:
+    """What the output's encoding has no code for, as a redirected one on Windows, is escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _one_line(error: Exception) -> str:

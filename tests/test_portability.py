@@ -120,6 +120,23 @@ sys.exit(main(["serve", "--port", "0"]))
     assert "WSL" in told and "Engine.load(...)" in told
 
 
+def test_text_that_the_output_cannot_encode_is_escaped(
+    server: RunningServer,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "caf\u00e9.py"
+    program.write_text("print('caf\u00e9 \\U0001f600')\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "palmette.server", "run", "--url", server.url, str(program)],
+        capture_output=True,
+        check=False,
+        timeout=60,
+        env=os.environ | {"PYTHONIOENCODING": "cp1252"},
+    )
+    assert done.stderr == b""
+    assert done.stdout.strip() == b"caf\xe9 \\U0001f600"
+
+
 def _sources() -> list[Path]:
     folders = ("constrained", "kernels", "lang", "radix_cache", "runtime", "server", "examples")
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
