@@ -29,6 +29,7 @@ from .ir import Gen, Select
 from .meta import Meta, cached_details, request_meta, rows, top_rows
 from .outlook import Outlook
 from .streams import Issue, Later, Stream, other_seed
+from .text_methods import Methods, apply
 
 TRANSIENT = frozenset({"overloaded", "unavailable", "unreachable"})  # codes of errors that pass
 _BACKOFF_S = 0.05  # before the first repetition, doubled for each further one
@@ -52,8 +53,11 @@ class Result:
         """The text of the (first) value."""
         return (self.text if self.answer is None else self.answer) or str(self.value)
 
-    def inserted(self, which: int | None = None) -> str:
-        """What stands for the value in a prompt, or for one of several."""
+    def inserted(self, which: int | None = None, methods: Methods = ()) -> str:
+        """What stands for the value in a prompt, or for one of several, after `methods`."""
+        return apply(self._inserted(which), methods)
+
+    def _inserted(self, which: int | None) -> str:
         if which is not None:
             return self.texts[which] if self.texts else str(self.value[which])  # type: ignore[index]
         if isinstance(self.value, str) or self.texts:

@@ -246,6 +246,8 @@ class Tracing(NodeMaker):
                 hole = value.hole
                 if isinstance(hole, Quote):
                     return Span(hole.base, hole.tip)
+                if hole.methods:
+                    return Template([hole])
                 return Bound(hole.value) if hole.which is None else Item(hole.value, hole.which)
             case Bound() | Span() | Thought():
                 return value

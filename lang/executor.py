@@ -249,7 +249,7 @@ class ProgramRun:
         elif isinstance(piece, Insert):
             result = self._result_of(piece.value, node)
             target = (
-                extend(source, result.inserted(piece.which), trusted=piece.trusted)
+                extend(source, result.inserted(piece.which, piece.methods), trusted=piece.trusted)
                 if isinstance(result, Result)
                 else result
             )

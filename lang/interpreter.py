@@ -155,7 +155,7 @@ class Interpreter:
             case Text():
                 return extend(source, piece.text, trusted=piece.trusted)
             case Insert():
-                text = self.result(piece.value).inserted(piece.which)
+                text = self.result(piece.value).inserted(piece.which, piece.methods)
                 return extend(source, text, trusted=piece.trusted)
             case Tokens():
                 return Content(source, piece.text, piece.token_ids, False)

@@ -23,6 +23,7 @@ from palmette.constrained.spec import GrammarSpec
 from palmette.runtime.request import LogprobOptions, Reasoning, SamplingParams
 
 from .choices import ChoicesMethod
+from .text_methods import Methods
 from .typed import OutputType
 
 StateId = NewType("StateId", int)
@@ -71,11 +72,12 @@ class Text(NamedTuple):
 
 
 class Insert(NamedTuple):
-    """The text of a value, once it is known; `which`: of several."""
+    """The text of a value, once it is known; `which`: of several; `methods` applied to it."""
 
     value: ValueId
     trusted: bool
     which: int | None = None
+    methods: Methods = ()
 
 
 class Splice(NamedTuple):
@@ -261,7 +263,9 @@ def _format_piece(piece: Piece) -> str:
         case Text():
             return _shorten(piece.text)
         case Insert():
-            return f"v{piece.value}" if piece.which is None else f"v{piece.value}[{piece.which}]"
+            text = f"v{piece.value}" if piece.which is None else f"v{piece.value}[{piece.which}]"
+            calls = (f".{name}({', '.join(map(repr, given))})" for name, *given in piece.methods)
+            return text + "".join(calls)
         case Quote():
             return f"text %{piece.base}..%{piece.tip}"
         case Slot():

@@ -57,6 +57,7 @@ class Outcome:
 
     def _text_of(self, part: Slot | Insert | Quote) -> str:
         if isinstance(part, Insert):
-            return self._counted(self._result(part.value).inserted(part.which))
+            text = self._result(part.value).inserted(part.which, part.methods)
+            return self._counted(text)
         assert isinstance(part, Quote)  # slots were filled when the program was bound
         return self._text(part.tip, part.base)

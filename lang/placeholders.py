@@ -24,6 +24,7 @@ from .errors import ConcretizationError
 from .expressions import Expr
 from .host import caller_line
 from .ir import Insert, Mark, Quote, Slot, Template
+from .text_methods import TEXT_METHODS, check_methods
 
 Hole = Slot | Insert | Quote | Mark
 
@@ -225,6 +226,7 @@ class Ref(Placeholder):
 
     hole: Insert | Quote
     _written: Callable[[], str] | None  # the mark of str(value), where that is not its text
+    _holes: Holes
 
     @classmethod
     def of(
@@ -236,7 +238,7 @@ class Ref(Placeholder):
             "run the function itself, which waits where it reads, or leave what is to be done "
             "with the text to s.call()",
         )
-        ref.hole, ref._written = hole, written
+        ref.hole, ref._holes, ref._written = hole, holes, written
         return ref
 
     def __format__(self, spec: str) -> str:
@@ -252,6 +254,29 @@ class Ref(Placeholder):
 
     def __str__(self) -> str:
         return self.__format__("")
+
+    def _then(self, name: str, arguments: tuple[object, ...]) -> Ref:
+        """This text after a method of str, applied when it is known; a typed value has none."""
+        hole = self.hole
+        given = [plain(one) for one in arguments if isinstance(one, str) and "\x1c" not in one]
+        if self._written is not None or isinstance(hole, Quote) or len(given) < len(arguments):
+            self._refuse()
+        try:
+            methods = check_methods([*hole.methods, [name, *given]])
+        except ValueError:
+            self._refuse()
+        return Ref.of(hole._replace(methods=methods), self._holes)
+
+
+def _applied(name: str) -> Callable[..., Ref]:
+    def method(self: Ref, *arguments: object) -> Ref:
+        return self._then(name, arguments)
+
+    return method
+
+
+for _name in TEXT_METHODS:
+    setattr(Ref, _name, _applied(_name))
 
 
 class Unknown(Placeholder):

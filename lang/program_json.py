@@ -78,6 +78,7 @@ from .program_wire import (
     WireParameter,
     WireProgram,
 )
+from .text_methods import check_methods
 from .variables import Bound, Gathered, Given, Item, Span, Thought, Turn
 
 _METHODS: Mapping[str, ChoicesMethod] = {
@@ -198,7 +199,8 @@ def _extension(piece: Piece, base: dict[str, Any]) -> AnyNode:
         case Slot():
             return ArgumentNode(name=piece.argument, form=piece.form, trusted=piece.trusted, **base)
         case Insert():
-            return InsertNode(value=piece.value, which=piece.which, trusted=piece.trusted, **base)
+            told = {"which": piece.which, "methods": list(map(list, piece.methods))}
+            return InsertNode(value=piece.value, trusted=piece.trusted, **told, **base)
         case Quote():
             return QuoteNode(base=piece.base, tip=piece.tip, trusted=piece.trusted, **base)
         case Splice():
@@ -240,7 +242,7 @@ def _hole(part: Slot | Insert | Quote) -> Part:
         case Slot():
             return ArgumentRef(part.argument, part.form)
         case Insert():
-            return ValueRef(part.value, part.which)
+            return ValueRef(part.value, part.which, list(map(list, part.methods)))
         case Quote():
             return TextRef(part.base, part.tip)
 
@@ -369,7 +371,7 @@ class _Reader:
             case ArgumentNode():
                 return self._slot(node.name, node.form, node.trusted)
             case InsertNode():
-                return Insert(self._value(node.value, node.which), node.trusted, node.which)
+                return self._insert(node, node.trusted)
             case QuoteNode():
                 return Quote(self._state(node.base), self._state(node.tip), node.trusted)
             case SpliceNode():
@@ -379,6 +381,13 @@ class _Reader:
                 return Mark(self._role(node.role), previous, node.is_opening)
             case _:
                 raise AssertionError(node)
+
+    def _insert(self, told: InsertNode | ValueRef, trusted: bool) -> Insert:
+        try:
+            methods = check_methods(told.methods)
+        except ValueError as error:
+            self._fail(str(error))
+        return Insert(self._value(told.value, told.which), trusted, told.which, methods)
 
     def _call(self, node: GenNode | SelectNode, source: StateId, line: Line) -> Gen | Select:
         if node.value != len(self._num_texts):
@@ -447,7 +456,7 @@ class _Reader:
         if not may_wait:
             self._fail("only arguments can decide this text, not what a model generates")
         if isinstance(part, ValueRef):
-            return Insert(self._value(part.value, part.which), True, part.which)
+            return self._insert(part, True)
         return Quote(self._state(part.base), self._state(part.tip), True)
 
     def _readable(self, value: Readable, depth: int = 0) -> object:
@@ -457,6 +466,8 @@ class _Reader:
                 self._slot(value.name, value.form, True)
                 return Given(value.name)
             case ValueRef():
+                if value.methods:
+                    self._fail("methods: a value has none; put it into a template")
                 found = self._value(value.value, value.which)
                 return Bound(found) if value.which is None else Item(found, value.which)
             case ThoughtRef():

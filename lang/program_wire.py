@@ -21,6 +21,7 @@ class ArgumentRef(msgspec.Struct, tag_field="kind", tag="argument", forbid_unkno
 class ValueRef(msgspec.Struct, tag_field="kind", tag="value", forbid_unknown_fields=True):
     value: int
     which: int | None = None
+    methods: list[list[str]] = []  # in templates only
 
 
 class ThoughtRef(msgspec.Struct, tag_field="kind", tag="reasoning", forbid_unknown_fields=True):
@@ -82,6 +83,7 @@ class ArgumentNode(WireNode, tag="argument", kw_only=True):
 class InsertNode(WireNode, tag="insert", kw_only=True):
     value: int
     which: int | None = None
+    methods: list[list[str]] = []  # of str, with their arguments; see text_methods
     trusted: bool = True
 
 

@@ -301,8 +301,9 @@ class Recorder(NodeMaker):
         if isinstance(node, Gen):
             pending = self.run.pending(node.value)
             return "" if pending is None else pending.whole_text
-        if isinstance(node, Extend) and isinstance(node.piece, Insert) and not node.piece.which:
-            return self.progress(node.piece.value)[0]
+        piece = node.piece if isinstance(node, Extend) else None
+        if isinstance(piece, Insert) and not piece.which and not piece.methods:
+            return self.progress(piece.value)[0]
         return ""
 
     def progress(self, value: ValueId) -> tuple[str, Meta, bool]:
