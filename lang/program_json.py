@@ -199,8 +199,10 @@ def _extension(piece: Piece, base: dict[str, Any]) -> AnyNode:
         case Slot():
             return ArgumentNode(name=piece.argument, form=piece.form, trusted=piece.trusted, **base)
         case Insert():
-            told = {"which": piece.which, "methods": list(map(list, piece.methods))}
-            return InsertNode(value=piece.value, trusted=piece.trusted, **told, **base)
+            methods, trusted = list(map(list, piece.methods)), piece.trusted
+            return InsertNode(
+                value=piece.value, which=piece.which, methods=methods, trusted=trusted, **base
+            )
         case Quote():
             return QuoteNode(base=piece.base, tip=piece.tip, trusted=piece.trusted, **base)
         case Splice():
