@@ -81,7 +81,7 @@ class _TracedResult(Result):
 
     __slots__ = ()
 
-    def inserted(self, which: int | None = None) -> str:
+    def _inserted(self, which: int | None = None) -> str:
         value = self.value
         return value.as_text() if isinstance(value, Ref) else str(value)
 
