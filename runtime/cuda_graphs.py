@@ -22,6 +22,7 @@ from palmette.kernels.cuda.flashinfer import FlashInferAttention
 from palmette.kernels.cuda.staging import Section, Staging, layout_of, num_words
 from palmette.kernels.cuda.triton_attention import AttentionPlan, Tiles, TritonAttention
 
+from .models.config import ModelConfig
 from .models.fused_decoder import FusedDecoder
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class DecodeGraphs:
         self._pages_per_row = -(-max_positions // attention.pool.page_size)
         self._graphs: dict[tuple[int, Tiles], _Captured | None] = {}
         self._staging: Staging | None = None
+        self._logits: Tensor | None = None  # [most rows, V] float32: what all graphs write
         self.num_bytes = 0  # of device memory
         self.num_replays = 0
         self.newest: Graph | None = None  # that was replayed
@@ -187,29 +189,45 @@ class DecodeGraphs:
         views = staging.views(layout)
         plan = self._attention.graph_plan(rows, tiles, arrays)
         self._attention.before_replay(plan, rows, views)
-        results: list[Tensor] = []
+        warm: list[Tensor] = []  # what the first run gives
+        kept: list[Tensor] = []  # where the graph writes
 
         def step() -> None:
             self._attention.bind(plan, views)
             token_ids = feed_tokens(views["token_ids"], views["sources"], self._chosen)
             logits = self._model.forward(token_ids, views["positions"], None, self._attention)
-            if results:
-                results[0].copy_(logits)
+            if kept:
+                kept[0].copy_(logits)
             else:
-                results.append(logits)
+                warm.append(logits)
 
         self._device.submit(step)  # compiles the kernels; on padding only: nothing is written
         done = self._device.event()
         done.record()
         done.synchronize()
-        results[0] = torch.empty_like(results[0])
-        return _Captured(self._device.capture(step), layout, views, results[0])
+        kept.append(self._logits_of(warm.pop())[:rows])
+        return _Captured(self._device.capture(step), layout, views, kept[0])
+
+    def _logits_of(self, example: Tensor) -> Tensor:
+        """Memory for logits like these: that of the largest graph so far."""
+        if self._logits is None or len(self._logits) < len(example):
+            self._logits = torch.empty_like(example)
+        return self._logits
 
 
 def graph_rows_up_to(max_rows: int) -> tuple[int, ...]:
     """The sizes of `GRAPH_ROWS` that steps of up to `max_rows` decodes can use."""
     smaller = [rows for rows in GRAPH_ROWS if rows < max_rows]
     return (*smaller, *GRAPH_ROWS[len(smaller) : len(smaller) + 1])
+
+
+def graph_bytes(model: ModelConfig, rows: Sequence[int]) -> int:
+    """What the graphs of so many rows are going to take, about: logits and the partial sums of
+    attention of the largest, whose memory the others use as well."""
+    if not rows:
+        return 0
+    parts = _num_items(max(rows)) * model.num_heads * (model.head_dim + 2)
+    return 4 * (parts + 3 * max(rows) * model.vocab_size)  # logits: made, widened, kept
 
 
 def _num_items(rows: int) -> int:

@@ -14,7 +14,7 @@ from typing import get_args
 
 from palmette.kernels.kv_dtype import KVDtype
 
-from .memory import kv_bytes_per_token
+from .memory import kv_bytes_per_token, workspace_bytes
 from .models.config import ModelConfig
 from .models.layout import decoder_layout
 from .models.shard import shard_config
@@ -23,8 +23,6 @@ _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
 PLANNED_WEIGHTS = tuple(_BITS)
 _SCALE_BYTES = {"int8": 2, "int4": 4}  # of one group of inputs: its scale, and for int4 a minimum
 OVERHEAD = 0.025  # of the memory: the device's context, code, fragments
-_ACTIVATION_BYTES = 2
-_LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +123,13 @@ def plan_device(model: ModelConfig, options: PlanOptions) -> DevicePlan:
         num_parameters=num_parameters(model),
         memory_bytes=memory,
         weight_bytes=weights,
-        workspace_bytes=_workspace(shard, options) if workspace is None else workspace,
+        workspace_bytes=(
+            workspace_bytes(
+                shard, token_budget=options.token_budget, max_running=options.max_running
+            )
+            if workspace is None
+            else workspace
+        ),
         overhead_bytes=int(OVERHEAD * memory) if overhead is None else overhead,
         kv_bytes_per_token=kv_bytes_per_token(shard, kv_dtype=options.kv_dtype),
         page_size=options.page_size,
@@ -187,12 +191,3 @@ def _context(model: ModelConfig, context: int | None) -> int:
             f"context: {context} is out of range; the model allows 1..{model.context_length}"
         )
     return context
-
-
-def _workspace(shard: ModelConfig, options: PlanOptions) -> int:
-    """The widest layer of a full step, twice the hidden state beside it, and two sets of logits."""
-    heads = (2 * shard.num_heads + 2 * shard.num_kv_heads) * shard.head_dim
-    widest = max(heads, 3 * shard.intermediate_size)
-    activations = options.token_budget * (4 * shard.hidden_size + widest) * _ACTIVATION_BYTES
-    logits = 2 * options.max_running * shard.vocab_size * _LOGIT_BYTES
-    return activations + logits

@@ -50,6 +50,17 @@ def kv_bytes_per_token(model: ModelConfig, *, kv_dtype: KVDtype) -> int:
     return 2 * model.num_layers * model.num_kv_heads * kv_head_bytes(kv_dtype, model.head_dim)
 
 
+def workspace_bytes(model: ModelConfig, *, token_budget: int, max_running: int) -> int:
+    """The widest layer of a full step, twice the hidden state beside it, and two sets of logits.
+
+    Activations in 16 bits, logits in 32; `model` as one device has it.
+    """
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    widest = max(heads, 3 * model.intermediate_size)
+    activations = token_budget * (4 * model.hidden_size + widest) * 2
+    return activations + 2 * max_running * model.vocab_size * 4
+
+
 def plan_memory(
     config: EngineConfig,
     model: ModelConfig,

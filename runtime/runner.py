@@ -26,8 +26,9 @@ from palmette.kernels.kv_dtype import FLOAT_DTYPES, SCALED_KV_DTYPES, FloatDtype
 from palmette.kernels.sampling import SampleBatch, SampleResult
 
 from .attention import for_model, resolve, resolve_sampling
+from .capture_bar import capture_bar
 from .config import EngineConfig
-from .memory import available_bytes
+from .memory import available_bytes, workspace_bytes
 from .models.shard import shard_config
 from .weights import Checkpoint
 
@@ -113,6 +114,7 @@ class RunnerChoice:
     build: Callable[[Checkpoint, int], ModelRunner]  # checkpoint, number of pages
     weights_name: Callable[[Checkpoint], str] | None = None  # more than `weights`, for /server_info
     available_bytes: Callable[[], int] = available_bytes  # memory of the device
+    workspace_bytes: Callable[[Checkpoint], int] = lambda _: 0  # beside the weights and the pool
     num_devices: int = 1  # that hold a part of the weights and of K and V each
 
 
@@ -171,6 +173,11 @@ def _sharded(config: EngineConfig, choice: RunnerChoice) -> RunnerChoice:
     if config.sampling == "flashinfer":
         raise ValueError(
             f"sampling: flashinfer's filters are for one rank, not {size}; use --sampling triton"
+        )
+    if _as_float(choice.weights) is None:
+        raise ValueError(
+            f"weights: {choice.weights} matrices are not cut over {size} ranks; use one of "
+            f"{', '.join(FLOAT_DTYPES)}, or tensor_parallel 1"
         )
     is_cuda = choice.device == "cuda"
     if is_cuda and _num_cuda_devices() < size:
@@ -294,18 +301,32 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         chosen = for_model(attention, config, checkpoint.config)
         if chosen != attention:
             logger.info("attention %s: %s", chosen.name, chosen.reason)
-        return CudaRunner(
-            checkpoint,
-            num_pages=num_pages,
-            page_size=config.page_size,
-            dtype=dtype,
-            weights=None if weights == dtype else weights,
-            kv_dtype=kv_dtype,
-            deterministic=config.deterministic,
-            attention=chosen.name,
-            sampling=sampling,
-            graph_rows=graph_rows_up_to(config.scheduler.max_running),
+        with capture_bar() as progress:
+            return CudaRunner(
+                checkpoint,
+                num_pages=num_pages,
+                page_size=config.page_size,
+                dtype=dtype,
+                weights=None if weights == dtype else weights,
+                kv_dtype=kv_dtype,
+                deterministic=config.deterministic,
+                progress=progress,
+                attention=chosen.name,
+                sampling=sampling,
+                graph_rows=graph_rows_up_to(config.scheduler.max_running),
+            )
+
+    def workspace(checkpoint: Checkpoint) -> int:
+        from palmette.kernels.cuda.streamed_pool import CHUNK_BYTES
+
+        from .cuda_graphs import graph_bytes, graph_rows_up_to
+
+        scheduler = config.scheduler
+        model = shard_config(checkpoint.config, config.tensor_parallel)
+        step = workspace_bytes(
+            model, token_budget=scheduler.token_budget, max_running=scheduler.max_running
         )
+        return step + graph_bytes(model, graph_rows_up_to(scheduler.max_running)) + CHUNK_BYTES
 
     return RunnerChoice(
         name="cuda",
@@ -317,6 +338,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         kv_dtype=lambda _: kv_dtype,
         build=build,
         available_bytes=_cuda_bytes(),
+        workspace_bytes=workspace,
     )
 
 

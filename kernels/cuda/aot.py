@@ -24,6 +24,7 @@ from .aot_quantised import quantised_variants
 from .bitmask import bitmask_kernel
 from .common import padded
 from .compiled import Report, Variant, compile_variant
+from .feed import feed_kernel, uniforms_kernel
 from .gemm import linear_kernel, tiles_of
 from .paged_decode import paged_decode_kernel, reduce_kernel
 from .paged_extend import paged_extend_kernel
@@ -34,6 +35,7 @@ from .triton_attention import Tiles, narrow_tiles, wide_tiles
 from .work import SPLIT
 
 _POINTER_KINDS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
+_ROWS = {"num_rows": "i32"}
 _KV_ARGUMENTS = ("keys", "values", "key_scales", "value_scales")
 _KV_CODES = (  # name, what kernels read, the GPUs that read it so
     ("int8", "*i8", (90,)),
@@ -53,6 +55,7 @@ def variants() -> Iterator[Variant]:
         for rows in (64, 2048) if kind != "fp32" else (64,):
             yield _linear(kind, rows)
     yield from quantised_variants()
+    yield from _feed()
 
 
 def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
@@ -288,6 +291,31 @@ def _sampler() -> Variant:
         needs_wide_loads=True,
         in_short_list=True,
     )
+
+
+def _feed() -> Iterator[Variant]:
+    """Of no floating-point kind: what a step takes from the choice before it."""
+    yield Variant(
+        name="feed_tokens",
+        kernel=feed_kernel,
+        types={**dict.fromkeys(("token_ids", "sources", "chosen", "out"), "*i32"), **_ROWS},
+        constants={"BLOCK": 256},
+        scalars=("num_rows",),
+        in_short_list=True,
+    )
+    for has_rows in (False, True):
+        yield Variant(
+            name=f"uniforms{' rows' if has_rows else ''}",
+            kernel=uniforms_kernel,
+            types={
+                **{"seeds": "*i64", "out": "*fp64"},
+                **dict.fromkeys(("choices", "positions", "rows"), "*i32"),
+                **_ROWS,
+            },
+            constants={"BLOCK": 256, "HAS_ROWS": has_rows},
+            scalars=("num_rows",),
+            in_short_list=has_rows,
+        )
 
 
 def wanted(*, everything: bool, name_part: str = "") -> list[tuple[int, int]]:

@@ -139,3 +139,15 @@ def test_the_cuda_runner_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(runner, "_cuda_available", lambda: False)
     with pytest.raises(ValueError, match="cuda needs a CUDA device"):
         runner.select_runner(EngineConfig(runner="cuda"))
+
+
+def test_ranks_hold_whole_numbers_of_devices_and_no_codes(machine: pytest.MonkeyPatch) -> None:
+    having(machine, "torch", "triton")
+    machine.setattr(runner, "_num_cuda_devices", lambda: 2)
+    choice = runner.select_runner(EngineConfig(tensor_parallel=2))
+    assert (choice.name, choice.num_devices) == ("cuda", 2)
+    assert choice.reason.endswith("; 2 ranks")
+    with pytest.raises(ValueError, match="4 ranks, but torch sees 2 CUDA devices"):
+        runner.select_runner(EngineConfig(tensor_parallel=4))
+    with pytest.raises(ValueError, match="int8 matrices are not cut over 2 ranks"):
+        runner.select_runner(EngineConfig(tensor_parallel=2, weights="int8"))

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from palmette.kernels.sampling import SampleBatch, sample_rows
-from palmette.runtime.cuda_graphs import graph_rows_up_to
+from palmette.runtime.cuda_graphs import graph_bytes, graph_rows_up_to
 from palmette.runtime.torch_runner import TorchRunner
 from palmette.runtime.weights import open_checkpoint
 
@@ -127,6 +128,38 @@ def test_graphs_reach_as_far_as_sequences_run() -> None:
     assert graph_rows_up_to(5) == (1, 2, 4, 8)
     assert graph_rows_up_to(64)[-2:] == (48, 64)
     assert graph_rows_up_to(10**6)[-1] == 256
+
+
+def test_the_memory_of_graphs_is_known_before(tiny_models: Any) -> None:
+    config = open_checkpoint(tiny_models.directory("llama")).config
+    assert graph_bytes(config, ()) == 0
+    partial_sums = 1024 * config.num_heads * (config.head_dim + 2)
+    assert graph_bytes(config, (1, 4)) == 4 * (partial_sums + 12 * config.vocab_size)
+
+
+def test_graphs_for_which_there_is_no_memory_are_done_without(
+    tiny_models: Any, runner_of: Any, fake_devices: Any, model_driver: Any
+) -> None:
+    class FullDevice(fake_devices.RecordingDevice):  # type: ignore[misc]
+        def capture(self, function: Any) -> Any:
+            if "capture" not in self.calls:  # the largest is the first
+                self.calls.append("capture")
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().capture(function)
+
+    told: list[tuple[int, int]] = []
+    runner, _ = runner_of(
+        tiny_models.directory("llama"),
+        graph_rows=(1, 2),
+        device=FullDevice(),
+        progress=lambda *done: told.append(done),
+    )
+    assert told == [(0, 2), (1, 2), (2, 2)]
+    assert len(runner.graphs) == 1
+    driver = model_driver(runner)
+    for parts in ({"a": PROMPT[:1], "b": PROMPT[:1]}, {"a": PROMPT[1:2]}):
+        runner.launch(driver.batch(parts))
+    assert (runner.graph_replays, runner.eager_steps) == (1, 1)
 
 
 def test_steps_that_fit_no_graph_run_without(
