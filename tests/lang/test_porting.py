@@ -281,8 +281,8 @@ def test_a_runtime_takes_sglang_s_names(monkeypatch: pytest.MonkeyPatch) -> None
     runtime.shutdown()
     with pytest.raises(TypeError, match="tp_size 1 only, not 2"):
         pm.Runtime(model_path="m", tp_size=2)
-    with pytest.raises(TypeError, match=r"no argument 'modeling'; its options are .*kv_tokens"):
-        pm.Runtime(model_path="m", modeling="transformers")
+    with pytest.raises(TypeError, match=r"no argument 'xyz'; its options are .*kv_tokens"):
+        pm.Runtime(model_path="m", xyz=1)
 
 
 def test_a_model_s_name_tells_whether_it_chats() -> None:
