@@ -174,11 +174,6 @@ def _sharded(config: EngineConfig, choice: RunnerChoice) -> RunnerChoice:
         raise ValueError(
             f"sampling: flashinfer's filters are for one rank, not {size}; use --sampling triton"
         )
-    if _as_float(choice.weights) is None:
-        raise ValueError(
-            f"weights: {choice.weights} matrices are not cut over {size} ranks; use one of "
-            f"{', '.join(FLOAT_DTYPES)}, or tensor_parallel 1"
-        )
     is_cuda = choice.device == "cuda"
     if is_cuda and _num_cuda_devices() < size:
         raise ValueError(

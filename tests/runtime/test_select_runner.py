@@ -149,5 +149,5 @@ def test_ranks_hold_whole_numbers_of_devices_and_no_codes(machine: pytest.Monkey
     assert choice.reason.endswith("; 2 ranks")
     with pytest.raises(ValueError, match="4 ranks, but torch sees 2 CUDA devices"):
         runner.select_runner(EngineConfig(tensor_parallel=4))
-    with pytest.raises(ValueError, match="int8 matrices are not cut over 2 ranks"):
+    with pytest.raises(ValueError, match="int8 matrices are not cut over ranks"):
         runner.select_runner(EngineConfig(tensor_parallel=2, weights="int8"))
