@@ -1,16 +1,18 @@
 """What programs' hints are worth in too small a pool: hit rates, steps, and seconds on a model.
 
     python benchmarks/last_use.py [--traces chat,agents] [--memory 0.3,0.6] [--size 2] [--seed 0]
-                                  [--queue fcfs] [--model] [--rounds 3] [--json FILE]
+                                  [--queue fcfs] [--model] [--problems 4] [--rounds 3]
+                                  [--json FILE]
 
 The traces of `traces.py` run as in `hit_rate.py`, in a pool of `--memory` of the pages that a trace
 fills when nothing is evicted, under each eviction policy, without hints (`off`: the engine is told
 no future uses, no last uses and no ends of programs) and with them (`on`). Prints, in percent, the
 prompt tokens that admissions found over all prompt tokens, and in brackets the part of Belady's
 optimum (`belady.py`) for the order in which that run admitted; then how many steps and computed
-rows the tree of thought takes. With --model the tree of thought runs on the default model too, in
-a pool of the first `--memory`: wall seconds as [median, spread], spread = (max - min) / median over
-the rounds, in which the ways take turns. Then one JSON line.
+rows the tree of thought takes. With --model `--problems` of it run on the default model too, in a
+pool of the first `--memory` of what they fill there: [median of the wall seconds, spread, computed
+rows], spread = (max - min) / median over the rounds, in which the ways take turns. Then one JSON
+line.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from time import perf_counter
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from belady import Log, optimum
-from traces import TRACES, Trace
+from traces import TRACES, Trace, search_problems
 
 from palmette.runtime.client import LocalClient
 from palmette.runtime.config import EngineConfig, SchedulerConfig
@@ -97,41 +99,47 @@ def measure(
     return found
 
 
-def on_model(memory: float, *, size: int, seed: int, rounds: int) -> dict[str, list[float]]:
+def on_model(memory: float, *, problems: int, seed: int, rounds: int) -> dict[str, object]:
     """Wall seconds of the tree of thought on the default model."""
-    trace = TRACES["tree of thought"]
-    num_pages = int(memory * pages_needed(trace, size=size, seed=seed))
-    engines = {
-        eviction: Engine.load(
+
+    def engine_with(num_pages: int | None, eviction: str) -> Engine:
+        kv_tokens = 1 << 15 if num_pages is None else num_pages * PAGE_SIZE
+        scheduler = SchedulerConfig(max_running=MAX_RUNNING)
+        return Engine.load(
             EngineConfig(
                 eviction_policy=eviction,
                 page_size=PAGE_SIZE,
-                kv_tokens=num_pages * PAGE_SIZE,
-                scheduler=SchedulerConfig(max_running=MAX_RUNNING),
+                kv_tokens=kv_tokens,
+                scheduler=scheduler,
             )
         )
-        for eviction in ("lru", "program")
-    }
+
+    def seconds(engine: Engine, hints: str) -> tuple[float, int]:
+        engine.flush_cache()
+        rows, start = engine.stats().forward_tokens, perf_counter()
+        client = LocalClient(engine) if hints == "on" else Silent(engine)
+        search_problems(client, random.Random(seed), problems)
+        return perf_counter() - start, engine.stats().forward_tokens - rows
+
+    large = engine_with(None, "lru")
+    seconds(large, "off")
+    num_pages = int(memory * large.stats().cached_pages)
+    large.close()
+    engines = {eviction: engine_with(num_pages, eviction) for eviction in ("lru", "program")}
     ways = [(eviction, hints) for eviction in engines for hints in HINTS]
-    times: dict[str, list[float]] = {f"{eviction} {hints}": [] for eviction, hints in ways}
-    for number in range(rounds + 1):  # the first is a rehearsal
+    times: dict[str, list[tuple[float, int]]] = {" ".join(way): [] for way in ways}
+    for number in range(rounds):
         for eviction, hints in ways[number % len(ways) :] + ways[: number % len(ways)]:
-            engine = engines[eviction]
-            engine.flush_cache()
-            start = perf_counter()
-            client = LocalClient(engine) if hints == "on" else Silent(engine)
-            trace(client, random.Random(seed), size)
-            if number:
-                times[f"{eviction} {hints}"].append(perf_counter() - start)
+            times[f"{eviction} {hints}"].append(seconds(engines[eviction], hints))
     for engine in engines.values():
         engine.close()
-    return {
-        way: [
-            round(statistics.median(samples), 3),
-            round((max(samples) - min(samples)) / statistics.median(samples), 3),
-        ]
-        for way, samples in times.items()
-    }
+    found: dict[str, object] = {"pages": num_pages, "problems": problems}
+    for way, samples in times.items():
+        durations = [duration for duration, _ in samples]
+        median = statistics.median(durations)
+        spread = (max(durations) - min(durations)) / median
+        found[way] = [round(median, 3), round(spread, 3), samples[0][1]]
+    return found
 
 
 def main() -> None:
@@ -142,6 +150,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--queue", default="fcfs")
     parser.add_argument("--model", action="store_true", help="also on the default model")
+    parser.add_argument("--problems", type=int, default=4, help="of the tree of thought there")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -167,7 +176,9 @@ def main() -> None:
                     counts = "".join(f"{found[one][what]:17.0f}" for one in columns)
                     print(f"{'  ' + what:24}{counts}")
     if options.model:
-        figures["seconds"] = on_model(memories[0], rounds=options.rounds, **scale)
+        figures["seconds"] = on_model(
+            memories[0], problems=options.problems, seed=options.seed, rounds=options.rounds
+        )
         print(f"  seconds at {memories[0]:.0%}: {figures['seconds']}")
     line = json.dumps(figures)
     print(line)

@@ -79,8 +79,12 @@ def search(s: pm.ProgramState, problem: str, ideas: list[list[str]], best: list[
 
 def tree_of_thought(client: EngineClient, rng: random.Random, size: int) -> None:
     """Problems searched 3 to 5 levels deep: 4 thoughts each, all valued, one goes on."""
+    search_problems(client, rng, 8 * size)
+
+
+def search_problems(client: EngineClient, rng: random.Random, count: int) -> None:
     problems = []
-    for _ in range(8 * size):
+    for _ in range(count):
         levels = rng.randint(3, 5)
         ideas = [[text(rng, 20, 60) for _ in range(4)] for _ in range(levels)]
         problems.append((text(rng, 300, 600), ideas, [rng.randrange(4) for _ in range(levels)]))
