@@ -22,9 +22,6 @@ from typing import TYPE_CHECKING
 
 from palmette.runtime.client import EngineClient, ReleasesPrefixes
 from palmette.runtime.request import (
-    ErrorInfo,
-    Finish,
-    FinishReason,
     Output,
     Release,
     Request,
@@ -33,9 +30,10 @@ from palmette.runtime.request import (
 )
 
 from .chat import ChatFormat
+from .collecting import is_collecting
 from .content import Content, Encoder, start
 from .errors import BackendError
-from .streams import Issue, Later, Sink, request_of
+from .streams import Issue, Later, Sink, refused, request_of
 from .task import (
     ELSEWHERE,
     INTERRUPTED,
@@ -178,9 +176,12 @@ class Session:
         """Nobody reads any more what a body or a sink gives: end it, and abort its requests.
 
         Called by destructors, so at any place and in any thread: inside of a round it waits for
-        the end of the round.
+        the end of the round, and a body inside of a garbage collection for the next round.
         """
-        self._abandoned.append(one)
+        if isinstance(one, Task):
+            self._abandoned.append(one)
+        else:
+            self._abandoned.appendleft(one)  # ends whatever a body before it waits for
         if self._polling_thread != threading.get_ident():
             self._settle()
 
@@ -206,18 +207,23 @@ class Session:
 
     def _settle(self) -> None:
         """End what was abandoned, unless a round is under way, which will do it at its end."""
-        while self._abandoned and self._lock.acquire(blocking=False):
+        while self._may_end() and self._lock.acquire(blocking=False):
             try:
                 if self._depth:
                     return
                 self._depth = 1
                 try:
-                    while self._abandoned:
+                    while self._may_end():
                         self._end(self._abandoned.popleft())
                 finally:
                     self._depth = 0
             finally:
                 self._lock.release()
+
+    def _may_end(self) -> bool:
+        """Whether the next that was abandoned can be ended here and now."""
+        found = self._abandoned
+        return bool(found) and not (isinstance(found[0], Task) and is_collecting())
 
     def _end(self, one: Task | Sink) -> None:
         if isinstance(one, Task):
@@ -391,7 +397,7 @@ class Session:
             try:
                 check_request(request, info)
             except RequestError as error:
-                self._refused.append(_refused(request, error))
+                self._refused.append(refused(request, error))
             else:
                 group.append(request)
         return group
@@ -429,7 +435,7 @@ class Session:
                 if error.code == "overloaded" and self._submitted:
                     self._outbox.extendleft(reversed(group[index:]))
                     return  # there will be room when something has finished
-                self._refused.append(_refused(request, error))
+                self._refused.append(refused(request, error))
 
     def poll(self) -> None:
         with self._poll_lock:
@@ -491,11 +497,3 @@ class Session:
             task.is_stalled = not task.is_ready()
             self._ready[task] = None
         return bool(waiting)
-
-
-def _refused(request: Request, error: RequestError) -> Output:
-    return Output(
-        request_id=request.request_id,
-        finish=Finish(reason=FinishReason.ERROR),
-        error=ErrorInfo(code=error.code, message=str(error), field=error.field),
-    )

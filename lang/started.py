@@ -15,17 +15,23 @@ class StartedState(ProgramState):
     refers to this state any more, a waiting body ends.
     """
 
-    __slots__ = ("_is_given_up",)
+    __slots__ = ("_is_given_up", "_is_gone")
 
     def __init__(self, inner: ProgramState) -> None:
         super().__init__(inner._host)
-        self._is_given_up = False
+        self._is_given_up = self._is_gone = False
         self._follow(inner)
 
     def __del__(self) -> None:
-        task = self._host.task
-        if self._is_given_up and isinstance(task, Task) and not task.finished:
-            task.session.abandon(task)
+        self._is_gone = True
+        self._end()
 
     def _give_up(self) -> None:
         self._is_given_up = True
+        if self._is_gone:  # of a cycle, the reader may go after what it reads
+            self._end()
+
+    def _end(self) -> None:
+        task = self._host.task
+        if self._is_given_up and isinstance(task, Task) and not task.finished:
+            task.session.abandon(task)

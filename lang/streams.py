@@ -15,6 +15,7 @@ from palmette.runtime.request import (
     Output,
     Release,
     Request,
+    RequestError,
     SamplingParams,
     Timing,
     TokenLogprob,
@@ -63,6 +64,15 @@ class Sink(Protocol):
     def take_releases(self, *, is_over: bool = False) -> list[Release]:
         """What its program is done with; `is_over`: with all of it."""
         ...
+
+
+def refused(request: Request, error: RequestError) -> Output:
+    """What comes of a request that a backend did not take."""
+    return Output(
+        request_id=request.request_id,
+        finish=Finish(reason=FinishReason.ERROR),
+        error=ErrorInfo(code=error.code, message=str(error), field=error.field),
+    )
 
 
 class Stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
 import sys
@@ -309,3 +310,41 @@ def test_an_abort_reaches_a_request_that_was_not_sent_yet(start_server: StartSer
     assert set(ends.values()) <= {"abort", "error"}
     assert tokens < 79 * 300
     client.close()
+
+
+def test_a_body_does_not_end_inside_of_a_collection() -> None:
+    """A body's `finally` may parse; inside of another parse CPython 3.11 takes no second one."""
+    ended: list[str] = []
+
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        try:
+            s += "x" + pm.gen("a")
+            s["a"]
+        finally:
+            ast.parse("1 + " * 40 + "1")
+            ended.append("body")
+
+    def left_in_a_cycle(model: FakeModel) -> None:
+        state = program.run(backend=model)
+        pieces = state.text_iter("a")
+        next(pieces)
+        cycle: list[object] = [state, pieces]
+        cycle.append(cycle)
+
+    source = "(" + " + ".join(f"f(a{i}, [b, {{c: d}}])" for i in range(300)) + ")"
+    model = FakeModel({"x": " one two three four"})
+    threshold = gc.get_threshold()
+    try:
+        for size in range(50, 1200, 50):
+            gc.disable()
+            left_in_a_cycle(model)
+            gc.set_threshold(size)
+            gc.enable()
+            ast.parse(source)  # which collects in its midst
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()
+    gc.collect()
+    program.run(backend=model).sync()  # a round of the session ends what was left
+    assert len(ended) == len(range(50, 1200, 50)) + 1
