@@ -5,8 +5,10 @@ Sources: sgl-project/sglang issues 2755, 375, 10640 and its frontend of 0.5.23.
 
 from __future__ import annotations
 
+import httpx
 import pytest
 from pydantic import BaseModel, field_validator
+from running_server import RunningServer, server  # noqa: F401  # the fixture
 
 import palmette as pm
 from palmette.lang.choices import ChoiceScores, ChoicesMethod, Decision
@@ -231,3 +233,64 @@ def test_user_code_that_raises_fails_its_own_operation_alone(eager: bool) -> Non
         with pytest.raises(pm.ProgramError, match="no such age") as refused:
             state["person_fork"]["person"]
         assert refused.value.code == "validation"
+
+
+@pytest.mark.parametrize("method", [pm.token_length_normalized, pm.greedy_token_selection])
+@pytest.mark.parametrize("prompt", ["ha ha", "x", ""])
+def test_a_choice_that_begins_another_has_a_score(
+    backend: EngineClient, method: ChoicesMethod, prompt: str
+) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += prompt
+        s += pm.select("x", [" ha", " ha ha"], choices_method=method)
+
+    meta = program.run(backend=backend).get_meta_info("x")
+    assert isinstance(meta, dict)
+    short, long = meta["input_token_logprobs"]  # type: ignore[misc]
+    assert 1 <= len(short) < len(long)  # type: ignore[has-type]
+    assert all(score.logprob <= 0 for score in (*short, *long))  # type: ignore[has-type]
+
+
+def test_arguments_stand_in_f_strings_while_a_program_is_traced() -> None:
+    @pm.function
+    def program(s: pm.ProgramState, question: str) -> None:
+        s += f"I want to ask {question}" + pm.gen("answer")
+
+    assert "extend %1 {question}" in str(program.trace())
+    state = program.compile().run(question="why", backend=FakeModel())
+    assert state.text() == program.run("why", backend=FakeModel()).text()
+
+
+def test_no_text_is_sent_twice(server: RunningServer) -> None:  # noqa: F811
+    """SGLang's frontend sends the whole prompt with each gen; a compiled program goes out once."""
+
+    @pm.function
+    def judge(s: pm.ProgramState, article: str) -> None:
+        s += "Judge this: " + article
+        forks = s.fork(6)
+        for i, fork in enumerate(forks):
+            fork += f"\nMetric {i}:" + pm.gen("view", max_tokens=4, temperature=0)
+        forks.join()
+        s += "\n".join(fork["view"].strip() for fork in forks)
+        s += "\nScore:" + pm.gen("score", max_tokens=2, temperature=0)
+
+    sent: list[bytes] = []
+
+    class Counting(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            sent.append(request.content)
+            return await super().handle_async_request(request)
+
+    client = pm.HttpClient(server.url, transport=Counting())
+    compiled = judge.compile()
+    compiled.run(article="the first", backend=client).sync()
+    sent.clear()
+    article = "long text " * 20
+    state = compiled.run(article=article, backend=client)
+    assert len(state["view"]) == 6
+    [body] = sent
+    assert body.count(article.encode()) == 1
+    assert b"Judge this" not in body
+    assert state.text() == judge.run(article, backend=client).text()
+    client.close()
