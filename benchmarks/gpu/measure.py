@@ -26,8 +26,10 @@ import triton
 
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.cuda.device import CudaDevice, Graph, HostDevice
+from palmette.kernels.kv_dtype import KVDtype, kv_head_bytes
 from palmette.runtime.models.config import ModelConfig
-from palmette.runtime.models.layout import decoder_layout
+from palmette.runtime.models.layout import EMBEDDING, LM_HEAD, decoder_layout
+from palmette.runtime.models.matrix_loader import LoadMatrix, quantising
 
 L2_BYTES = 64 << 20
 
@@ -35,6 +37,7 @@ L2_BYTES = 64 << 20
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--out", type=Path, help="the JSON file that is written")
+    parser.add_argument("--format", default="bf16/bf16", help="of weights / of K and V")
     parser.add_argument("--dry", action="store_true")
     return parser.parse_known_args()[0]
 
@@ -76,17 +79,31 @@ if DRY:
     }
 
 
-def weight_bytes(config: ModelConfig) -> int:
-    """bf16 bytes that a step reads: all matrices, the embedding only where it is the head."""
+_BYTES = {"bf16": 2.0, "int8": 34 / 32, "int4": 18 / 32, "fp8": 1.0}
+
+
+def weight_bytes(config: ModelConfig, weights: str = "bf16") -> int:
+    """Bytes that a step reads: all matrices, the embedding only where it is the head."""
     layout = decoder_layout(config)
-    total = sum(int(np.prod(shape)) for shape in layout.values())
     if not config.tie_embeddings:
-        total -= int(np.prod(layout["model.embed_tokens.weight"]))
-    return 2 * total
+        del layout[EMBEDDING]
+    head = EMBEDDING if config.tie_embeddings else LM_HEAD
+    kept = {head: "bf16"} if weights == "fp8" else {}
+    return int(
+        sum(
+            int(np.prod(shape)) * _BYTES[kept.get(name, weights if len(shape) == 2 else "bf16")]
+            for name, shape in layout.items()
+        )
+    )
 
 
-def kv_bytes(config: ModelConfig) -> int:
-    return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+def kv_bytes(config: ModelConfig, kv_dtype: KVDtype = "bf16") -> int:
+    return 2 * config.num_layers * config.num_kv_heads * kv_head_bytes(kv_dtype, config.head_dim)
+
+
+def load_matrices(config: ModelConfig, weights: str) -> LoadMatrix | None:
+    """Random matrices in `weights`; None where they are numbers."""
+    return None if weights == "bf16" else quantising(random_loader(config), weights)
 
 
 def random_loader(

@@ -9,6 +9,7 @@ import numpy as np
 from measure import (
     DRY,
     MODELS,
+    OPTIONS,
     MeasuredDevice,
     Results,
     checkpoint_of,
@@ -19,6 +20,7 @@ from measure import (
     gemm_rate,
     graph_ms,
     kv_bytes,
+    load_matrices,
     memory_gib,
     prefill_batch,
     random_loader,
@@ -31,6 +33,7 @@ from palmette.kernels.sampling import SampleBatch
 from palmette.runtime.cuda_runner import CudaRunner
 
 PAGE = 16
+WEIGHTS, KV = OPTIONS.format.split("/")
 ROWS = (1, 8, 64, 256)
 PLANS = (  # model, context per row, deterministic or not
     ("llama-3.1-8b", 2048, (True, False)),
@@ -75,6 +78,7 @@ def measure_model(
     runner = CudaRunner(
         checkpoint_of(config), num_pages=TOKENS // PAGE, page_size=PAGE, graph_rows=ROWS,
         deterministic=deterministic, load=random_loader(config), device=device,
+        load_matrix=load_matrices(config, WEIGHTS), kv_dtype=KV,
     )  # fmt: skip
     synchronize()
     results.add(
@@ -84,7 +88,8 @@ def measure_model(
     for rows in ROWS:
         length = min(context, TOKENS // rows // PAGE * PAGE - PAGE)
         batch = decode_batch([length] * rows, PAGE, num_pages=runner.pool.num_pages)
-        floor = (weight_bytes(config) + rows * length * kv_bytes(config)) / bandwidth * 1000
+        moved = weight_bytes(config, WEIGHTS) + rows * length * kv_bytes(config, KV)
+        floor = moved / bandwidth * 1000
         graph = graph_ms(runner, device, batch)
         plain, drawn = sampling(rows, temperature=0.0), sampling(rows, temperature=0.8)
         step = wall_ms(lambda b=batch, p=plain: runner.launch(b).sample(p))
@@ -107,7 +112,7 @@ def measure_model(
 
 
 def main() -> int:
-    results = Results("model")
+    results = Results("model" if OPTIONS.format == "bf16/bf16" else f"model {OPTIONS.format}")
     bandwidth, rate = copy_bandwidth(), gemm_rate()
     results.add(copy_GBps=bandwidth / 1e9, gemm_TFLOPs=rate / 1e12)
     for name, context, modes in PLANS:

@@ -49,14 +49,21 @@ def figures(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield f"extend attention {what}: {row['TFLOPs']:.0f} TFLOP/s, {row['of_gemm']:.0%} of GEMM"
     for row in rows("attention", "forks"):
         yield f"{row['forks']} forks of {row['prefix']}, {row['of']}: {row['speedup']:.1f}x shared"
-    for row in rows("model", "of_floor"):
-        mode = "deterministic" if row["deterministic"] else "free"
-        what = f"{row['model']} {mode}, {row['rows']} rows of {row['context']}"
-        yield f"{what}: {row['tokens_per_s']:.0f} tokens/s, {row['of_floor']:.0%} of the floor"
-    for row in rows("model", "prefill"):
-        mode = "deterministic" if row["deterministic"] else "free"
-        what = f"{row['model']} {mode}, prefill {row['prefill']} after {row['cached']}"
-        yield f"{what}: {row['tokens_per_s']:.0f} tokens/s, {row['of_gemm']:.0%} of GEMM"
+    for part in (name for name in parts if name.split("-")[0] == "model"):
+        for row in rows(part, "of_floor"):
+            mode = "deterministic" if row["deterministic"] else "free"
+            what = f"{row['model']} {mode}, {row['rows']} rows of {row['context']}"
+            speed = f"{row['tokens_per_s']:.0f} tokens/s, {row['of_floor']:.0%} of the floor"
+            yield f"{what}, {parts[part]['part']}: {speed}"
+        for row in rows(part, "prefill"):
+            mode = "deterministic" if row["deterministic"] else "free"
+            what = f"{row['model']} {mode}, prefill {row['prefill']} after {row['cached']}"
+            speed = f"{row['tokens_per_s']:.0f} tokens/s, {row['of_gemm']:.0%} of GEMM"
+            yield f"{what}, {parts[part]['part']}: {speed}"
+    for row in rows("quantised", "weights"):
+        what = f"{row['weights']} {row['columns']} x {row['depth']}, {row['rows']} rows"
+        times = f"{row['us']:.0f} us, {row['of_copy']:.0%} of copy"
+        yield f"{what}: {times}, bf16 of the library {row['us_bf16']:.0f} us"
     for row in rows("transformers", "tokens_per_s"):
         what = f"prefill {row['prefill']}" if "prefill" in row else f"{row['rows']} rows"
         yield f"transformers {row['model']}, {what}: {row['tokens_per_s']:.0f} tokens/s"

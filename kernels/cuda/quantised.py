@@ -109,6 +109,15 @@ def quantise_int8(weight: Tensor, group: int = 32) -> QuantisedMatrix:
     return from_groups(codes.to(torch.int8), scales)
 
 
+def quantise_int4(weight: Tensor, group: int = 32) -> QuantisedMatrix:
+    """[N, K] -> codes around 8, no minimums; coarse: files have better ones."""
+    grouped = weight.float().unflatten(1, (-1, group))
+    scales = (grouped.abs().amax(dim=-1) / 7.0).to(torch.float16)
+    wide = scales.float().unsqueeze(-1)
+    codes = (grouped / torch.where(wide > 0, wide, 1.0)).round().clamp(-7, 7) + 8
+    return from_groups(codes.to(torch.uint8), scales)
+
+
 def quantise_fp8(weight: Tensor) -> QuantisedMatrix:
     """[N, K] -> a scale per output."""
     codes, scales = encode(weight, torch.float8_e4m3fn)

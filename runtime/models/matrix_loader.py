@@ -13,10 +13,12 @@ from palmette.kernels.cuda.quantised import (
     from_groups,
     joined,
     quantise_fp8,
+    quantise_int4,
     quantise_int8,
 )
 
 from .decoder import LoadTensor
+from .layout import EMBEDDING, LM_HEAD
 
 if TYPE_CHECKING:  # readers of files, which random weights do not need
     from palmette.runtime.cuda_weights import CudaWeights
@@ -32,9 +34,15 @@ def joined_floats(load: LoadTensor) -> LoadMatrix:
 
 
 def quantising(load: LoadTensor, kind: str) -> LoadMatrix:
-    """Matrices of `load` as int8 or fp8 where their inputs allow it: for random weights."""
-    quantise = {"int8": quantise_int8, "fp8": quantise_fp8}[kind]
-    return lambda names: joined([quantise(load(name)) for name in names])
+    """Matrices of `load` as int8, int4 or fp8, as a file of that kind would have them."""
+    quantise = {"int8": quantise_int8, "int4": quantise_int4, "fp8": quantise_fp8}[kind]
+
+    def load_matrix(names: Sequence[str]) -> Matrix:
+        if kind == "fp8" and names[0] in (EMBEDDING, LM_HEAD):
+            return joined_floats(load)(names)
+        return joined([quantise(load(name)) for name in names])
+
+    return load_matrix
 
 
 def matrices_of(

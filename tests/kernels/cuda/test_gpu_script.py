@@ -42,6 +42,17 @@ def test_parts_are_chosen_and_tabulated(tmp_path: Path) -> None:
     assert "with shared pages" in printed and "host, 2 rows, graph: launch" in printed
 
 
+def test_the_model_part_takes_formats_of_weights_and_kv(tmp_path: Path) -> None:
+    parts, printed = dry_run(tmp_path, "model:int4/fp8", "quantised")
+    assert parts.keys() == {"model-int4-fp8", "quantised"}
+    assert any("of_floor" in row for row in parts["model-int4-fp8"])
+    assert "rows of 40, model int4/fp8: " in printed
+    assert {row["weights"] for row in parts["quantised"] if "weights" in row} == {
+        *("int8", "int4", "fp8"),
+    }
+    assert all(row["ok"] for row in parts["quantised"] if "check" in row)
+
+
 def test_an_unknown_part_fails_and_the_others_run(tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", str(ROOT / "benchmarks" / "gpu" / "run.sh"), "--dry", "nothing"],

@@ -13,6 +13,7 @@ from palmette.kernels.cuda.quantised import (
     from_groups,
     joined,
     quantise_fp8,
+    quantise_int4,
     quantise_int8,
 )
 from palmette.kernels.cuda.quantised_gemm import linear, parts_of
@@ -103,6 +104,15 @@ def test_int8_weights_are_off_by_half_a_step(group: int) -> None:
     peak = weight.unflatten(1, (-1, group)).abs().amax(-1, keepdim=True)
     # half a step; the largest number is off by what its scale was rounded
     bound = (peak / 127 * 0.5 * (1 + 2.0**-10) + peak * 2.0**-11).expand(-1, -1, group).flatten(1)
+    assert ((dequantised(matrix) - weight).abs() <= bound).all()
+
+
+def test_int4_weights_are_off_by_half_a_step() -> None:
+    weight = random(20, 64, seed=5)
+    matrix = quantise_int4(weight)
+    assert (matrix.kind, matrix.num_bytes) == ("int4", 20 * 64 // 2 + 2 * 20 * 2)
+    peak = weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)
+    bound = (peak / 7 * 0.5 * (1 + 2.0**-10) + peak * 2.0**-11).expand(-1, -1, 32).flatten(1)
     assert ((dequantised(matrix) - weight).abs() <= bound).all()
 
 
