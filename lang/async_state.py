@@ -220,9 +220,10 @@ class AsyncState(StateReader):
             await self._until(self._host.is_over)
 
     async def _binding(self, name: str) -> object:
-        """The binding of a variable whose value is known; for readers outside, the last."""
-        variables = self._variables
-        await self._end_of_body()
+        """The binding of a variable whose value is known."""
+        variables, host = self._variables, self._host
+        if name not in variables and self._is_outside:
+            await self._until(lambda: name in variables or host.is_over())
         if name not in variables:
             self._refuse_unknown(name)
         binding = variables[name]

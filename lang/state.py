@@ -197,8 +197,12 @@ class ProgramState(StateReader):
         return self._variables[name]
 
     def _require(self, name: str) -> None:
-        """Wait for the end of the body, which may bind it again; say where it is not bound then."""
-        self._host.finish_body()
+        """Wait until a variable is bound, or say that it will never be."""
+        host = self._host
+        if name in self._variables:
+            return
+        if not host.is_over() and not host.is_inside():
+            host.wait(lambda: name in self._variables or host.is_over())
         if name not in self._variables:
             self._refuse_unknown(name)
 

@@ -153,16 +153,27 @@ def test_a_variable_that_is_bound_again_is_the_last_one_in_every_reading() -> No
         lambda: bound_twice_awaited.run(backend=FakeModel(TWICE)),
     ]
     for run in runs:
-        assert run()["x"] == run().get_text("x") == " four"
-        meta = run().get_meta_info("x")
-        assert isinstance(meta, dict) and meta["completion_tokens"] == 1
         state = run()
         state.sync()
-        assert state["x"] == " four"
+        assert state["x"] == state.get_text("x") == " four"
+        meta = state.get_meta_info("x")
+        assert isinstance(meta, dict) and meta["completion_tokens"] == 1
         assert list(state.text_iter("x")) == [" four"]
 
+
+def test_a_reader_waits_for_a_variable_and_not_for_the_body() -> None:
+    model = FakeModel(TWICE)
+    state = bound_twice.run(backend=model)
+    assert (state["x"], model.num_calls) == (" one two three", 1)
+    state.sync()
+    assert (state["x"], model.num_calls) == (" four", 2)
+
+
+def test_a_stream_of_a_variable_that_is_bound_again_ends_with_its_first_value() -> None:
     async def main() -> None:
         state = bound_twice_awaited.start(backend=FakeModel(TWICE))
+        assert await state["x"] == " one two three"
+        await state.sync()
         assert await state["x"] == " four"
         state = bound_twice_awaited.start(backend=FakeModel(TWICE))
         pieces = [piece async for piece in state.text_async_iter("x")]
@@ -192,5 +203,7 @@ def test_values_of_a_stream_end_with_the_value_that_it_began_with() -> None:
     def run() -> pm.ProgramState:
         return program.run(backend=FakeModel(["[1, 2]", "[3]"]))
 
-    assert list(run().value_iter("x"))[-1] == [1, 2]
-    assert run()["x"] == [3]
+    state = run()
+    assert list(state.value_iter("x"))[-1] == [1, 2]
+    state.sync()
+    assert state["x"] == [3]
