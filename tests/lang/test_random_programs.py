@@ -114,9 +114,8 @@ def readings(ops: list[Op]) -> Iterator[tuple[str, Callable[[Any], pm.ProgramSta
         assert again.id == program.sent.id
         if not has_types(program):
             yield "from JSON", lambda backend: again.run(backend=backend, **ARGUMENTS)
-    if "'inner'" not in repr(ops):  # another program, which takes an event loop
-        other = awaited.compile(ops=ops)
-        yield "awaited, compiled", lambda backend: other.run(backend=backend, **ARGUMENTS)
+    other = awaited.compile(ops=ops)
+    yield "awaited, compiled", lambda backend: other.run(backend=backend, **ARGUMENTS)
 
 
 def has_types(program: pm.Program) -> bool:
