@@ -264,6 +264,10 @@ class Tracing(NodeMaker):
                 is_kept = type(value) is not dict and not _differ(items, value.values())
                 return value if is_kept else dict(zip(value, items, strict=True))
             case _:
+                if self.holes.are_in(value):
+                    kind = type(value).__name__
+                    what = f"{place} holds a {kind}, with an argument or a generated text in it: it"
+                    _refuse(what, "use texts, and lists, tuples and dicts of them")
                 return value
 
 

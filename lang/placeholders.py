@@ -15,9 +15,11 @@ appended. Nothing sees a comparison, a search or a count of characters of such a
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn, Self
 
 from .errors import ConcretizationError
@@ -43,6 +45,7 @@ _END = "\u1680"  # a blank that next to no text has, so that `strip` is noticed
 _TOUCHY = "aZ" + "".join(c for c in map(chr, range(0x21, 0x7F)) if c not in "{}%$\\")
 _BODY = _SEAM.join(_TOUCHY) + _SEAM + "  \n \t\n\r" + _SEAM + "\xe9e\u0301\ufb01" + _SEAM
 _RESIDUE = re.compile(f"[{_END}{_DIGITS[0]}-{_DIGITS[-1]}{_SEAM}]")
+_MAX_DEPTH = 8  # of objects in each other that are looked through for marks
 _CHANGED = (
     "put it into the state as it is, without strip(), upper(), replace(), slices or dedent(); "
     "or give what is worked on to compile() as a constant"
@@ -93,6 +96,21 @@ class Holes:
                     raise ConcretizationError(what, caller_line(), _CHANGED)
                 parts.append(part)
         return parts
+
+    def are_in(self, value: object, depth: int = 0) -> bool:
+        """Whether a mark is somewhere in an object: in what it holds, or its attributes."""
+        if isinstance(value, str):
+            return self._has_residue(plain(value))
+        items: Iterable[object] = ()
+        if isinstance(value, dict):
+            items = [*value, *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset):
+            items = value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            items = [getattr(value, one.name, None) for one in dataclasses.fields(value)]
+        elif not isinstance(value, type | ModuleType | FunctionType):
+            items = getattr(value, "__dict__", {}).values()
+        return depth < _MAX_DEPTH and any(self.are_in(item, depth + 1) for item in items)
 
     def _has_residue(self, text: str) -> bool:
         return self._nonce in text or (not text.isascii() and _RESIDUE.search(text) is not None)

@@ -9,6 +9,7 @@ import shlex
 import textwrap
 import unicodedata
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
@@ -207,3 +208,52 @@ def test_a_generated_text_is_no_stop_string_and_no_constraint(
 
     with pytest.raises(pm.ConcretizationError, match="a generated value"):
         program.compile()
+
+
+class Plain:
+    def __init__(self, text: object) -> None:
+        self.text = text
+
+
+@dataclass(slots=True)
+class Slotted:
+    text: object
+
+
+HOLDERS: list[Callable[[Any], object]] = [
+    lambda text: Plain(text),
+    lambda text: Slotted(f"q{text}"),
+    lambda text: Slotted([{"k": text}]),
+    lambda text: {f"q{text}"} if isinstance(text, str) else None,
+    lambda text: Named.model_construct(name=text),
+    lambda text: [Plain(text)],
+]
+
+
+class Named(BaseModel):
+    name: str
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("is_generated", [False, True])
+def test_objects_that_hold_a_placeholder_are_refused(
+    holder: Callable[[Any], object], is_generated: bool
+) -> None:
+    @pm.function
+    def returning(s: pm.ProgramState, a: str) -> object:
+        return holder(asked(s) if is_generated else a)
+
+    @pm.function
+    def setting(s: pm.ProgramState, a: str) -> None:
+        s["kept"] = holder(asked(s) if is_generated else a)
+
+    with pytest.raises(pm.ConcretizationError, match="the result holds a"):
+        returning.compile()
+    with pytest.raises(pm.ConcretizationError, match="variable 'kept' holds a"):
+        setting.compile()
+
+
+def test_objects_of_constants_are_kept_as_they_are() -> None:
+    value = Plain("x")
+    program = pm.function(lambda s: value).compile()
+    assert program.run(backend=FakeModel()).ret_value is value
