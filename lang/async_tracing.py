@@ -14,10 +14,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .async_state import AsyncState
-from .compiler import TracedState, TracingHost, inside
+from .compiler import inside
 from .errors import ConcretizationError
 from .host import caller_line
 from .ir import Line
+from .traced import TracedState, TracingHost
 
 if TYPE_CHECKING:
     from .compiler import Tracing

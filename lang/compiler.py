@@ -13,9 +13,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from .calls import Result
 from .chat import ROLES, ChatFormat
@@ -24,7 +23,7 @@ from .content import Content
 from .errors import ConcretizationError, ProgramError
 from .executor import CallRecord
 from .expressions import GenArguments, PlannedOptions, RunDefaults
-from .host import Host, caller_line
+from .host import caller_line
 from .ir import (
     NOTHING_ASKED,
     ROOT,
@@ -37,18 +36,17 @@ from .ir import (
     Node,
     Piece,
     Quote,
-    Slot,
     StateId,
-    Template,
     Text,
     ValueId,
 )
 from .meta import Meta
-from .placeholders import Arg, Holes, Placeholder, Ref, Unknown, plain
+from .placeholders import RUN_IT, Arg, Holes, Ref, Unknown, refuse
 from .program import Parameter, Program, check_depth
 from .state import ProgramState
 from .streams import Sink
 from .trace import NodeMaker
+from .traced import TracedState, TracingHost, refuse_values
 from .variables import Bound, Gathered, Given, Item, Span, Thought
 from .writer import StateWriter
 
@@ -168,7 +166,7 @@ class Tracing(NodeMaker):
         return super().call(name, function, given, line)
 
     def content(self, state: StateId) -> Content:
-        _refuse("the text of a state")
+        refuse("the text of a state")
 
     def text(self, tip: StateId, base: StateId | None = None) -> str:
         self._read(Span(ROOT if base is None else base, tip))
@@ -176,7 +174,7 @@ class Tracing(NodeMaker):
 
     def result(self, value: ValueId) -> Result:
         self._read(Bound(value))
-        meta: Any = Unknown("", "the meta information of a generated text", _RUN_IT)
+        meta: Any = Unknown("", "the meta information of a generated text", RUN_IT)
         count = self._counts.get(value, 1)
         if count == 1:
             refs: object = self._ref(Insert(value, True), Bound(value))
@@ -202,13 +200,13 @@ class Tracing(NodeMaker):
         return True
 
     def finish(self) -> None:
-        _refuse("the end of an operation")
+        refuse("the end of an operation")
 
     def text_so_far(self, state: StateId) -> tuple[str, bool]:
-        _refuse("the text of a state")
+        refuse("the text of a state")
 
     def progress(self, value: ValueId) -> tuple[str, Meta, bool]:
-        _refuse("a generated value")
+        refuse("a generated value")
 
     def refuse_backend(self, backend: object) -> None:
         """
@@ -216,7 +214,7 @@ class Tracing(NodeMaker):
             ConcretizationError: a program in this one has a backend of its own.
         """
         if backend is not None:
-            _refuse("what another backend gives", "run that program by itself")
+            refuse("what another backend gives", "run that program by itself")
 
     def run_inside(self, call: Call, defaults: RunDefaults) -> ProgramState:
         """What `run` does inside of a program that is being compiled: a second chain of states."""
@@ -267,7 +265,7 @@ class Tracing(NodeMaker):
                 if self.holes.are_in(value):
                     kind = type(value).__name__
                     what = f"{place} holds a {kind}, with an argument or a generated text in it: it"
-                    _refuse(what, "use texts, and lists, tuples and dicts of them")
+                    refuse(what, "use texts, and lists, tuples and dicts of them")
                 return value
 
 
@@ -276,146 +274,13 @@ def _differ(items: Iterable[object], others: Iterable[object]) -> bool:
     return any(one is not other for one, other in zip(items, others, strict=True))
 
 
-_RUN_IT = "run the function itself, which waits where it reads"
-
-
-def _refuse(what: str, remedy: str = _RUN_IT) -> NoReturn:
-    raise ConcretizationError(what, caller_line(), remedy)
-
-
 def refuse_tracing(name: str) -> None:
     """
     Raises:
         ConcretizationError: a function is being compiled, and runs a program that is compiled.
     """
     if current_tracing() is not None:
-        _refuse(
-            f"what the compiled program {name!r} gives", "call the function that it was made of"
-        )
-
-
-class TracedState(ProgramState):
-    """The state of a program that was started inside of a compilation."""
-
-    __slots__ = ("returned",)
-    returned: object
-
-    @property
-    def ret_value(self) -> object:
-        return self.returned
-
-
-class TracingHost(Host):
-    """`is_inner`: of a program started inside of another, whose defaults are settled now."""
-
-    __slots__ = ("_is_inner", "_tracing")
-
-    def __init__(
-        self,
-        tracing: Tracing,
-        defaults: RunDefaults,
-        *,
-        num_spec: int | None = None,
-        is_inner: bool = False,
-    ) -> None:
-        super().__init__(
-            reading=tracing,
-            session=None,
-            chat=lambda: tracing.chat,
-            defaults=defaults,
-            num_spec=num_spec,
-        )
-        self._tracing = tracing
-        self._is_inner = is_inner
-        self.branches = tracing.branches
-
-    def options(self, arguments: GenArguments) -> GenOptions:
-        if self.num_spec is not None:
-            arguments = arguments._replace(num_api_spec_tokens=self.num_spec)
-        arguments = _unmarked(arguments)
-        if any(isinstance(value, Placeholder) for value in arguments):  # these have no hash
-            return self._planned(arguments)
-        key = arguments, self.defaults if self._is_inner else None
-        try:
-            planned = self._tracing.planned.get(key)
-        except TypeError:  # a list where there is no place for one; it is told of below
-            return self._planned(arguments)
-        if planned is None:
-            planned = self._tracing.planned[key] = self._planned(arguments)
-        return planned
-
-    def _planned(self, arguments: GenArguments) -> PlannedOptions:
-        if self._is_inner:
-            arguments = settled(arguments, self.defaults)
-        given = GenArguments(*(self._given(name, getattr(arguments, name)) for name in _FIELDS))
-        return PlannedOptions.of(given, self.defaults)
-
-    def _given(self, name: str, value: Any) -> Any:
-        """The value of one parameter, its placeholders as slots and templates."""
-        template = self._tracing.holes.template
-        if isinstance(value, Arg):
-            value = Slot(value.name, None, True)
-            if name in ("n", "grammar"):
-                _refuse(f"{name} of a gen", "give it to compile() as a constant")
-        elif isinstance(value, Placeholder):
-            value._refuse()
-        elif name == "stop" and value is not None:
-            texts = tuple(map(template, (value,) if isinstance(value, str) else value))
-            refuse_values(name, texts)
-            value = texts[0] if isinstance(value, str) else texts
-        elif name == "grammar" and value is not None:
-            source = template(value.source)
-            value = value if source is value.source else replace(value, source=source)
-            refuse_values(name, (source,))
-        elif any(isinstance(template(text), Template) for text in _texts_of(value)):
-            _refuse(f"{name} of a gen", "give it to compile() as a constant")
-        return value
-
-
-def _unmarked(arguments: GenArguments) -> GenArguments:
-    """`arguments` with mere texts for all placeholders but arguments that are a whole parameter."""
-    changes: dict[str, Any] = {}
-    stop, patterns, grammar = arguments.stop, arguments.stop_regex, arguments.grammar
-    if patterns is not None and len(patterns) == 1 and isinstance(patterns[0], Arg):
-        changes["stop_regex"] = patterns[0]
-    for name, texts in (("stop", stop), ("stop_regex", patterns)):
-        if name not in changes and isinstance(texts, tuple):
-            if any(isinstance(text, Placeholder) for text in texts):
-                changes[name] = tuple(map(plain, texts))
-    if grammar is not None and isinstance(grammar.source, Placeholder):
-        changes["grammar"] = replace(grammar, source=plain(grammar.source))
-    for name, value in zip(_FIELDS, arguments, strict=True):
-        if isinstance(value, Placeholder) and not isinstance(value, Arg | Ref | Unknown):
-            changes[name] = plain(value)
-    return arguments._replace(**changes) if changes else arguments
-
-
-def _texts_of(value: object) -> list[str]:
-    items = value if isinstance(value, tuple) else (value,)
-    return [item for item in items if isinstance(item, str)]
-
-
-_FIELDS = GenArguments._fields
-
-
-def refuse_values(name: str, texts: Sequence[str]) -> None:
-    """
-    Raises:
-        ConcretizationError: a generated text decides what a model is asked for.
-    """
-    parts = [part for text in texts if isinstance(text, Template) for part in text.parts]
-    if any(isinstance(part, Insert | Quote) for part in parts):
-        _refuse(f"a generated value in {name}")
-
-
-def settled(arguments: GenArguments, defaults: RunDefaults) -> GenArguments:
-    """`arguments` with a run's defaults where they say nothing."""
-    missing: dict[str, Any] = {
-        name: getattr(defaults, name)
-        for name in RunDefaults._fields
-        if getattr(arguments, name) is None
-    }
-    return arguments._replace(**missing)
+        refuse(f"what the compiled program {name!r} gives", "call the function that it was made of")
 
 
 def _format_of_marks(holes: Holes) -> ChatFormat:
@@ -528,7 +393,7 @@ def _located_type_error(error: TypeError) -> ConcretizationError | None:
     return ConcretizationError(
         f"a value ({error})",
         line,
-        "give arguments whose values are needed to compile() as constants, or " + _RUN_IT,
+        "give arguments whose values are needed to compile() as constants, or " + RUN_IT,
     )
 
 

@@ -166,6 +166,17 @@ class Placeholder(str):
         raise ConcretizationError(self._what, caller_line(), self._remedy)
 
 
+RUN_IT = "run the function itself, which waits where it reads"
+
+
+def refuse(what: str, remedy: str = RUN_IT) -> NoReturn:
+    """
+    Raises:
+        ConcretizationError: `what` is not known yet; with the user's line.
+    """
+    raise ConcretizationError(what, caller_line(), remedy)
+
+
 def plain(text: str) -> str:
     """`text` as a mere str, with the mark of a placeholder."""
     return text if type(text) is str else str.__str__(text)

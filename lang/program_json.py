@@ -327,16 +327,7 @@ class _Reader:
             variables[name] = self._readable(value)
         self._place = "result"
         result = None if wire.result is None else self._readable(wire.result)
-        self._place = "reads"
-        reads = tuple(
-            Bound(self._value(one.value))
-            if isinstance(one, ValueRef)
-            else Span(self._state(one.base), self._state(one.tip))
-            for one in wire.reads
-        )
-        self._place = "inner"
-        inner = frozenset(map(self._value, wire.inner))
-        self._place = "branches"
+        self._place = "branches, reads, inner"
         return Program(
             name=wire.name,
             parameters=tuple(
@@ -349,8 +340,8 @@ class _Reader:
             variables=variables,
             result=result,
             branches={self._value(value): text for value, text in wire.branches.items()},
-            reads=reads,
-            inner=inner,
+            reads=tuple(map(self._read, wire.reads)),
+            inner=frozenset(map(self._value, wire.inner)),
         )
 
     def _node(self, node: AnyNode, index: int) -> Node:
@@ -486,6 +477,11 @@ class _Reader:
                 return {key: self._readable(item, depth + 1) for key, item in value.items.items()}
             case ConstantRef():
                 return _plain(value.constant, self._place)
+
+    def _read(self, read: ValueRef | TextRef) -> Bound | Span:
+        if isinstance(read, ValueRef):
+            return Bound(self._value(read.value))
+        return Span(self._state(read.base), self._state(read.tip))
 
     def _slot(self, name: str, form: str | None, trusted: bool) -> Slot:
         if name not in self._names:
