@@ -1,4 +1,4 @@
-"""The states of a program that is being compiled share this: options of gens with places in them."""
+"""What states share while a program is being compiled: options of gens with places in them."""
 
 from __future__ import annotations
 
