@@ -12,14 +12,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from palmette.kernels.kv_dtype import KVDtype
+from palmette.kernels.kv_dtype import SCALED_KV_DTYPES, KVDtype
 
 from .memory import kv_bytes_per_token, workspace_bytes
 from .models.config import ModelConfig
-from .models.layout import decoder_layout
+from .models.layout import EMBEDDING, LM_HEAD, decoder_layout
 from .models.shard import shard_config
 
-_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
+_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 PLANNED_WEIGHTS = tuple(_BITS)
 _SCALE_BYTES = {"int8": 2, "int4": 4}  # of one group of inputs: its scale, and for int4 a minimum
 OVERHEAD = 0.025  # of the memory: the device's context, code, fragments
@@ -154,11 +154,12 @@ def plan_device(model: ModelConfig, options: PlanOptions) -> DevicePlan:
         num_pages = options.concurrency * -(-context // plan.page_size)
         if num_pages > max_pages:
             fit = max_pages // -(-context // plan.page_size)
+            is_small = options.kv_dtype in SCALED_KV_DTYPES
             raise ValueError(
                 f"concurrency: {options.concurrency} sequences of {context} tokens need "
                 f"{num_pages * page_bytes / 1e9:.2f} GB of K and V; "
                 f"{max_pages * page_bytes / 1e9:.2f} GB are free, for {fit}; lower --concurrency "
-                f"or --context{'' if options.kv_dtype == 'int8' else ', or use --kv-dtype int8'}"
+                f"or --context{'' if is_small else ', or use --kv-dtype int8'}"
             )
     return replace(plan, num_pages=num_pages, max_pages=max_pages)
 
@@ -168,14 +169,19 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def shard_weight_bytes(model: ModelConfig, options: PlanOptions) -> int:
-    """One device's weights: its part of every matrix, all of the vectors (in 16 bits or fp32)."""
-    bits = _BITS[options.weights]
+    """One device's weights: its part of every matrix, all of the vectors (in 16 bits or fp32).
+
+    Beside fp8 the embedding and the LM head have 16 bits, an output's scale 4 bytes."""
     total = 0.0
-    for shape in decoder_layout(model).values():
+    for name, shape in decoder_layout(model).items():
+        is_wide = options.weights == "fp8" and name in (EMBEDDING, LM_HEAD)
+        bits = 16 if is_wide else _BITS[options.weights]
         if len(shape) == 1:
             total += math.prod(shape) * (4 if bits == 32 else 2)
             continue
         rows, inputs = shape
+        if options.weights == "fp8" and not is_wide:
+            total += 4 * rows / options.tp
         total += rows * inputs * bits / 8 / options.tp
         if options.group_size and options.weights in _SCALE_BYTES:
             groups = rows * -(-inputs // options.group_size)

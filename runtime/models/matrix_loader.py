@@ -48,7 +48,7 @@ def quantising(load: LoadTensor, kind: str) -> LoadMatrix:
 def matrices_of(
     checkpoint: Checkpoint, load: LoadTensor, weights: CudaWeights, device: torch.device
 ) -> LoadMatrix:
-    """Matrices of a checkpoint; `load` gives its tensors as numbers, on the device."""
+    """Matrices of a checkpoint; `load` gives those that stay numbers, on the device."""
     from palmette.runtime.cuda_weights import matrix_kind
     from palmette.runtime.group_codes import read_group_codes
 
@@ -61,18 +61,21 @@ def matrices_of(
         assert codes is not None and scales is not None
         return from_groups(codes, scales, minimums)
 
+    def exact(name: str) -> Tensor:
+        return torch.tensor(checkpoint.weights.get(name).to_float32()).to(device)
+
     def load_matrix(names: Sequence[str]) -> Matrix:
         kind = matrix_kind(weights, checkpoint, names)
         if kind == "float":
             return joined_floats(load)(names)
         if kind == "fp8":
-            return joined([quantise_fp8(load(name)) for name in names])
+            return joined([quantise_fp8(exact(name)) for name in names])
         encodings = {name: checkpoint.weights.get(name).encoding for name in names}
         return joined(
             [
                 kept(name)
                 if kind == "int4" or encodings[name] == "q8_0"
-                else quantise_int8(load(name))
+                else quantise_int8(exact(name))
                 for name in names
             ]
         )

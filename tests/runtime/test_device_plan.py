@@ -99,6 +99,18 @@ def test_scales_are_counted_when_their_groups_are_told() -> None:
     assert scaled.weight_bytes / bare.weight_bytes == pytest.approx(5 / 4, abs=0.001)
 
 
+def test_fp8_leaves_embedding_and_head_at_16_bits() -> None:
+    """Llama 3 8B: 2 * 128256 * 4096 numbers in 16 bits, the rest in 8, 4 bytes an output."""
+    made = plan_device(
+        PRESETS["llama-3-8b"], PlanOptions(memory_bytes=80 * GB, weights="fp8", kv_dtype="fp8")
+    )
+    wide = 2 * 128256 * 4096
+    norms = (2 * 32 + 1) * 4096
+    outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    assert made.weight_bytes == 8_030_261_248 + wide + norms + 4 * outputs
+    assert made.kv_bytes_per_token == 2 * 32 * 8 * (128 + 4)
+
+
 def test_devices_share_weights_and_heads() -> None:
     model = PRESETS["llama-3-70b"]
     one = plan_device(model, PlanOptions(memory_bytes=200 * GB))
