@@ -56,9 +56,9 @@ REQUIRED = {"temperature": 0, "max_tokens": TOKENS}
 
 
 @pm.function
-def hellaswag(s: pm.ProgramState, question: str, a: str, b: str, c: str, d: str) -> None:
+def hellaswag(s: pm.ProgramState, question: str, choices: list[str]) -> None:
     s += SHOTS + question
-    s += pm.select("answer", [a, b, c, d])
+    s += pm.select("answer", choices)
 
 
 @pm.function
@@ -88,7 +88,7 @@ SENT: dict[str, tuple[pm.Function, list[dict[str, object]]]] = {
     "hellaswag": (
         hellaswag,
         [
-            {"question": f"The cook {verb} and then", **{k: f" {k}{verb} it" for k in "abcd"}}
+            {"question": f"The cook {verb} and then", "choices": [f" {k}{verb} it" for k in "abcd"]}
             for verb in ("stirs", "salts", "tastes")
         ],
     ),

@@ -16,6 +16,7 @@ from .chat import ChatFormat
 from .errors import brief, located
 from .expressions import GenArguments, PlannedOptions, RunDefaults, resolve
 from .ir import (
+    EACH,
     Call,
     Extend,
     Gen,
@@ -80,6 +81,20 @@ class Arguments:
                 f"takes text, not {type(value).__name__} ({brief(value)}); use str() or an f-string"
             )
         return self._counted(value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """An argument that is a list of texts.
+
+        Raises:
+            ValueError: it is none, or there are too many characters.
+        """
+        given: Any = self.values[name]
+        texts = None if isinstance(given, str) else texts_of(name, given)
+        if texts is None:
+            raise ValueError(f"{name}: {brief(given)} must be a list of texts")
+        for text in texts:
+            self._counted(text)
+        return texts
 
     def value(self, name: str) -> object:
         """An argument that a variable or the result is.
@@ -208,11 +223,27 @@ def _judged(name: str, value: object) -> object:
 
 
 def _choices(node: Select, arguments: Arguments) -> tuple[str, ...]:
-    choices = tuple(well_formed(fill(choice, arguments.text)) for choice in node.choices)
-    if not all(choices):
-        error = ValueError("choices: an empty text cannot be scored")
+    texts: list[str] = []
+    try:
+        for choice in node.choices:
+            listed = _listed(choice)
+            if listed is None:
+                texts.append(well_formed(fill(choice, arguments.text)))
+            else:
+                texts += arguments.texts(listed)
+        if not texts or not all(texts):
+            what = "an empty text cannot be scored" if texts else "needs at least one text"
+            raise ValueError(f"choices: {what}")
+    except ValueError as error:
         raise located(error, node.line, "select") from None
-    return choices
+    return tuple(texts)
+
+
+def _listed(choice: str) -> str | None:
+    """The argument that is all choices."""
+    if isinstance(choice, Template) and isinstance(slot := choice.parts[0], Slot):
+        return slot.argument if slot.form == EACH else None
+    return None
 
 
 def bound_value(value: object, arguments: Arguments) -> object:

@@ -24,6 +24,7 @@ from .expressions import (
 from .host import located_at_caller
 from .ir import Asking
 from .parameters import biases_of, ids_of, judged, refuse_unknown, stop_of, texts_of
+from .placeholders import Arg
 from .typed import output_type
 
 if TYPE_CHECKING:
@@ -342,6 +343,8 @@ def select(
 def _select(
     name: str | None, choices: Sequence[str], method: ChoicesMethod, asking: Asking
 ) -> SelectExpr:
+    if isinstance(choices, Arg):
+        return SelectExpr(name, (choices.each(),), method, asking)
     refuse_unknown(choices)
     texts = texts_of("choices", choices)
     if not texts or isinstance(choices, str):

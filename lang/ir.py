@@ -106,8 +106,11 @@ class Slot(NamedTuple):
     """The text of an argument of a compiled program; `form` is its format, None: it is text."""
 
     argument: str
-    form: str | None
+    form: str | None  # EACH: not one text but several, all choices of a select
     trusted: bool
+
+
+EACH = "*"
 
 
 class Mark(NamedTuple):

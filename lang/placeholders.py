@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Self
 from .errors import ConcretizationError
 from .expressions import Expr
 from .host import caller_line
-from .ir import Insert, Mark, Quote, Slot, Template
+from .ir import EACH, Insert, Mark, Quote, Slot, Template
 from .text_methods import TEXT_METHODS, check_methods
 
 Hole = Slot | Insert | Quote | Mark
@@ -226,6 +226,10 @@ class Arg(Placeholder):
 
     def __repr__(self) -> str:
         return self._formatted("!r")
+
+    def each(self) -> str:
+        """The mark of the texts of this argument, a list: choices."""
+        return self._holes.mark(Slot(self.name, EACH, True))
 
     def _formatted(self, form: str) -> Formatted:
         if not FORMAT.fullmatch(form):

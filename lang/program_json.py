@@ -28,6 +28,7 @@ from .choices import (
 from .errors import brief, located
 from .expressions import GenArguments, PlannedOptions, RunDefaults
 from .ir import (
+    EACH,
     Asking,
     Call,
     Extend,
@@ -393,7 +394,7 @@ class _Reader:
         method = _METHODS.get(node.method)
         if method is None:
             self._fail(f"method {node.method!r:.60}: must be one of {', '.join(_METHODS)}")
-        choices = tuple(self._text(choice, may_wait=False) for choice in node.choices)
+        choices = tuple(map(self._choice, node.choices))
         if not choices or not all(choices):
             self._fail("choices: at least one text, and none that is empty")
         asking = Asking(node.priority, node.timeout_s, node.retry)
@@ -435,6 +436,13 @@ class _Reader:
         except msgspec.ValidationError as error:
             self._fail(f"grammar: {error}")
         return replace(spec, source=self._text(source, may_wait=False))
+
+    def _choice(self, parts: Parts) -> str:
+        if not isinstance(parts, str) and len(parts) == 1:
+            [part] = parts
+            if isinstance(part, ArgumentRef) and part.form == EACH:
+                return Template([self._slot(part.name, None, True)._replace(form=EACH)])
+        return self._text(parts, may_wait=False)
 
     def _text(self, parts: Parts, *, may_wait: bool) -> str:
         if isinstance(parts, str):

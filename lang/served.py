@@ -79,6 +79,7 @@ def can_be_sent(arguments: Arguments) -> bool:
         value is None
         or type(value) in (str, float, bool)
         or (type(value) is int and abs(value) < 2**63)
+        or (type(value) is list and all(type(text) is str for text in value))
         for value in arguments.values.values()
     )
 

@@ -279,6 +279,10 @@ class AbortBody(msgspec.Struct, kw_only=True, frozen=True):
     abort_all: bool = False
 
 
+# What an argument of a program may be; a list of texts is choices.
+ProgramArgument = str | int | float | bool | list[str] | None
+
+
 class ProgramSampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What gen() uses where the program says nothing; as the arguments of `Program.run`."""
 
@@ -302,7 +306,7 @@ class ProgramSampling(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
 class ProgramRunBody(msgspec.Struct, kw_only=True, frozen=True):
     """A run of a registered program."""
 
-    arguments: dict[str, str | int | float | bool | None] = {}
+    arguments: dict[str, ProgramArgument] = {}
     sampling: ProgramSampling = ProgramSampling()
     stream: bool = False
     stream_text: bool = True  # of a stream: texts as they grow, and not only whole ones
@@ -322,8 +326,8 @@ class PricesBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 class ExplainBody(msgspec.Struct, kw_only=True, frozen=True):
     """A forecast of runs of a registered program."""
 
-    arguments: dict[str, str | int | float | bool | None] = {}
-    batch: list[dict[str, str | int | float | bool | None]] | None = None  # a run for each
+    arguments: dict[str, ProgramArgument] = {}
+    batch: list[dict[str, ProgramArgument]] | None = None  # a run for each
     sampling: ProgramSampling = ProgramSampling()
     lengths: dict[str, int] = {}  # tokens that named gens will give
     prices: PricesBody | None = None

@@ -165,6 +165,51 @@ def test_host_functions_run_here() -> None:
         compiled.to_json()
 
 
+@pm.function
+def end_of(s: pm.ProgramState, start: str, endings: Any) -> None:
+    s += start
+    s += pm.select("end", endings, choices_method=pm.greedy_token_selection)
+    s += "." + pm.gen("more", max_tokens=2)
+
+
+def test_all_choices_are_an_argument() -> None:
+    compiled = end_of.compile()
+    again = pm.Program.from_json(compiled.to_json())
+    assert again.id == compiled.id
+    for endings in ([" high", " low"], (" far",), [" a", " ab", " abc"]):
+        model = FakeModel({"It jumps": endings[-1], ".": " Yes."})
+        want = end_of.run("It jumps", endings, backend=model)
+        for program in (compiled, again):
+            state = program.run(start="It jumps", endings=endings, backend=model)
+            assert (state["end"], state.text()) == (endings[-1], want.text())
+            assert state.get_meta_info("end") == want.get_meta_info("end") | {
+                key: state.get_meta_info("end")[key]  # type: ignore[call-overload]
+                for key in ("cached_tokens", "computed_tokens", "cached_tokens_details")
+            }
+            assert model.flush_cache()
+            told = program.explain(start="It jumps", endings=endings, backend=model, analyze=True)
+            assert told.is_exact, str(told)
+
+
+@pytest.mark.parametrize(
+    ("endings", "message"),
+    [
+        (" low", "endings: ' low' must be a list of texts"),
+        (None, "endings: None must be a list of texts"),
+        (3, "endings: 3 is no list"),
+        ([3], "endings: 3 is no text"),
+        ([], "choices: needs at least one text"),
+        (["a", ""], "choices: an empty text cannot be scored"),
+    ],
+)
+def test_an_argument_that_is_no_list_of_choices_is_told_with_the_line(
+    endings: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        end_of.compile().run(start="x", endings=endings, backend=FakeModel())
+    assert "endings, choices_method" in str(caught.value)
+
+
 REFUSED: list[tuple[Callable[[Any, Any], object], str]] = [
     (lambda s, q: q == "x", r"argument 'q'(.|\n)*compile\(q=\.\.\.\)"),
     (lambda s, q: len(q), "argument 'q'"),
@@ -177,7 +222,7 @@ REFUSED: list[tuple[Callable[[Any, Any], object], str]] = [
     (lambda s, q: q + 1, "argument 'q'"),
     (lambda s, q: range(q), "a value|argument 'q'"),
     (lambda s, q: math.sqrt(q), "argument 'q'"),
-    (lambda s, q: s.__iadd__(pm.select("a", q)), "argument 'q'"),
+    (lambda s, q: s.__iadd__(pm.select("a", [*q, "x"])), "argument 'q'"),
     (lambda s, q: s.__iadd__(pm.gen("a", n=q)), "argument 'q'|n of a gen"),
     (lambda s, q: s.__iadd__(pm.gen("a", stop_regex=f"x{q}")), "stop_regex of a gen"),
     (lambda s, q: s.__iadd__(json.dumps({"text": q})), "a string with an argument"),

@@ -168,6 +168,27 @@ def test_who_waits_for_the_end_gets_longer_chunks_than_who_reads_along(
     assert steps[False] < steps[True] - 20
 
 
+def test_choices_that_are_an_argument_are_chosen_there(
+    server: RunningServer, client: pm.RuntimeEndpoint, local: EngineClient
+) -> None:
+    @pm.function
+    def end_of(s: pm.ProgramState, start: str, endings: list[str]) -> None:
+        s += start + pm.select("end", endings) + pm.gen("more", max_tokens=2)
+
+    program = end_of.compile()
+    client.info()
+    given = {"start": "it is ", "endings": ["abc", "xyz", "q"]}
+    remote, here = (program.run(**given, backend=one) for one in (client, local))
+    assert isinstance(remote._host.reading.sinks[0], ServedRun)
+    assert (remote["end"], remote.text()) == (here["end"], here.text())
+    route = f"/v1/programs/{program.id}/run"
+    for wrong in ("abc", [], [1], {"a": 1}):
+        answer = server.client.post(route, json={"arguments": given | {"endings": wrong}})
+        assert answer.status_code == 400, answer.text
+    many = server.client.post(route, json={"arguments": given | {"endings": ["a"] * 5000}})
+    assert many.status_code == 400 and "the limit is" in many.text
+
+
 def test_a_batch_runs_there(client: pm.RuntimeEndpoint, local: EngineClient) -> None:
     entries = [{"question": f"nr {i}"} for i in range(12)]
     remote = everything.compile().run_batch(entries, backend=client)
@@ -221,7 +242,8 @@ def test_what_only_runs_here_runs_here(client: pm.RuntimeEndpoint) -> None:
         ({}, 400, r"asking\(\) needs the argument 'question'"),
         ({"arguments": {"question": "x", "z": 1}}, 400, "has no argument 'z'"),
         ({"arguments": {"question": 3}}, 400, "'question' is appended to a state"),
-        ({"arguments": {"question": ["x"]}}, 400, "arguments"),
+        ({"arguments": {"question": ["x"]}}, 400, "'question' is appended to a state"),
+        ({"arguments": {"question": {"x": 1}}}, 400, "arguments"),
         ({"arguments": {"question": "x"}, "sampling": {"temperature": -1}}, 400, "temperature: -1"),
         ({"arguments": {"question": "x"}, "sampling": {"heat": 1}}, 400, "sampling.heat"),
         ({"arguments": {"question": "x"}, "steam": True}, 400, "steam"),
