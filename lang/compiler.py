@@ -37,6 +37,7 @@ from .ir import (
     Piece,
     Quote,
     StateId,
+    Template,
     Text,
     ValueId,
 )
