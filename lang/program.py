@@ -245,6 +245,6 @@ class Program:
         Raises:
             ValueError: it is none; names the place.
         """
-        from .program_json import decode
+        from .program_reader import decode
 
         return decode(data)
