@@ -22,7 +22,7 @@ from .expressions import (
     grammar_of,
 )
 from .host import located_at_caller
-from .ir import Asking
+from .ir import NOTHING_ASKED, Asking
 from .parameters import biases_of, ids_of, judged, refuse_unknown, stop_of, texts_of
 from .placeholders import Arg
 from .typed import output_type
@@ -358,6 +358,8 @@ def _select(
 
 
 def _asking(priority: int, timeout: float | None, retry: int) -> Asking:
+    if priority == 0 and timeout is None and retry == 0:
+        return NOTHING_ASKED
     asking = Asking(
         judged("priority", priority), judged("timeout_s", timeout), judged("retry", retry)
     )

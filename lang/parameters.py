@@ -143,6 +143,8 @@ def biases_of(logit_bias: Mapping[int | str, float] | None) -> tuple[tuple[int, 
 
 def _items(name: str, values: object) -> Sequence[Any]:
     """The members of a list, tuple or set of a parameter."""
+    if type(values) in (list, tuple):
+        return values  # type: ignore[return-value]
     if isinstance(values, Mapping | bytes):
         raise ValueError(f"{name}: {brief(values)} is no list")
     try:
