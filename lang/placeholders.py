@@ -291,7 +291,10 @@ class Ref(Placeholder):
     def _then(self, name: str, arguments: tuple[object, ...]) -> Ref:
         """This text after a method of str, applied when it is known; a typed value has none."""
         hole = self.hole
-        given = [plain(one) for one in arguments if isinstance(one, str) and "\x1c" not in one]
+        for one in arguments:
+            if isinstance(one, Placeholder):
+                one._refuse()
+        given = [one for one in arguments if isinstance(one, str) and not self._holes.are_in(one)]
         if self._written is not None or isinstance(hole, Quote) or len(given) < len(arguments):
             self._refuse()
         try:

@@ -89,6 +89,26 @@ def test_what_else_looks_at_the_text_is_told(use: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (lambda x, a, y: x.removeprefix(a), "the argument 'a'"),
+        (lambda x, a, y: x.removeprefix(f"Q: {a}"), "a generated value"),
+        (lambda x, a, y: x.removesuffix(f" {y}"), "a generated value"),
+        (lambda x, a, y: x.strip("." + a), "the argument 'a'"),
+        (lambda x, a, y: x.removesuffix("; ".join(["so", y])), "a generated value"),
+    ],
+)
+def test_what_they_take_is_known_when_they_are_recorded(use: Any, told: str) -> None:
+    @pm.function
+    def program(s: pm.ProgramState, a: str) -> None:
+        s += pm.gen("x") + pm.gen("y")
+        s += use(s["x"], a, s["y"])
+
+    with pytest.raises(pm.ConcretizationError, match=told):
+        program.compile()
+
+
+@pytest.mark.parametrize(
     ("methods", "told"),
     [
         ([["replace", "a", "b"]], "'replace' is not known"),
