@@ -223,17 +223,33 @@ def walk_down(node: Node, data: bytes, limit: int, page_bytes: int) -> tuple[Nod
     return node, len(node.edge)
 
 
-def split_path(root: Node, data: bytes, page_bytes: int) -> tuple[Node, list[Node]]:
-    """The last node on the path of `data`, and the tops of what begins with all of `data`.
+def held_children(node: Node, holder: Holder) -> list[Node]:
+    """The children that a program holds. O(the smaller of the children and what it holds)."""
+    if len(node.children) <= len(holder.nodes):
+        return [child for child in node.children.values() if holder in child.holds]
+    return [held for held in holder.nodes if held.parent is node]
+
+
+def held_below(tops: list[Node], holder: Holder) -> list[Node]:
+    """`tops` and what a program holds below them, children first."""
+    found = list(tops)
+    for node in found:  # which grows meanwhile
+        found += held_children(node, holder)
+    return found[::-1]
+
+
+def split_path(root: Node, data: bytes, page_bytes: int, holder: Holder) -> tuple[Node, list[Node]]:
+    """The last node on the path of `data`, and the tops of what `holder` has behind all of `data`.
 
     A node inside of which the path ends is a top itself.
     """
     node, edge_bytes = walk_down(root, data, len(data), page_bytes)
     rest = data[node.start * TOKEN_BYTES + edge_bytes :]
     if edge_bytes == len(node.edge):
-        return node, [child for child in node.children.values() if child.edge.startswith(rest)]
+        return node, [one for one in held_children(node, holder) if one.edge.startswith(rest)]
     assert node.parent is not None  # a root has no edge
-    return node.parent, [node] if node.edge.startswith(rest, edge_bytes) else []
+    is_held = holder in node.holds and node.edge.startswith(rest, edge_bytes)
+    return node.parent, [node] if is_held else []
 
 
 def common_bytes(edge: bytes | bytearray, data: bytes, page_bytes: int) -> int:

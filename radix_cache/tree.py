@@ -27,6 +27,8 @@ from .node import (
     TreeNode,
     Use,
     encode,
+    held_below,
+    held_children,
     split_path,
     walk_down,
 )
@@ -240,13 +242,13 @@ class RadixTree(Forest):
         root, holder = found
         before, data = self._holds.num_pages, encode(ids)
         keep_end = keep // self.page_size * self.page_size
-        node, below = split_path(root, data, self._page_bytes)
-        for top in below:
+        node, tops = split_path(root, data, self._page_bytes, holder)
+        for top in tops:
             if top.start < keep_end:
                 self._split(top, (keep_end - top.start) * TOKEN_BYTES)
-            for dead in (*reversed(list(audit.walk(top))), top):  # children first
-                self._drop_hold(dead, holder)
-        while node.end > keep_end and not any(holder in c.holds for c in node.children.values()):
+        for dead in held_below(tops, holder):
+            self._drop_hold(dead, holder)
+        while node.end > keep_end and not held_children(node, holder):
             if node.start < keep_end and holder in node.holds:
                 self._split(node, (keep_end - node.start) * TOKEN_BYTES)
             self._drop_hold(node, holder)

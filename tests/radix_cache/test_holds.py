@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from palmette.radix_cache.holds import Holds
@@ -175,3 +177,21 @@ def test_announced_prefixes_are_counted_by_program() -> None:
     assert there(tree, 1, 2) == 2  # p is still to come
     tree.end_program("p")
     assert tree.num_announced() == 0
+
+
+@pytest.mark.parametrize("ids", [[7], [7, 1, 1, 1], [8], [9] * PAGE])
+def test_releases_look_at_what_the_program_holds_alone(ids: list[int]) -> None:
+    """Not at all that its key has cached: a thousand of them come in one call."""
+    tree = RadixTree(num_pages=6000, page_size=PAGE)
+    for first in range(5000):
+        lease = tree.acquire([7, 1, 1, 1, 10 + first, 1, 1, 1, 0], use=Use(program="other"))
+        tree.claim(lease, 9 - tree.frontier(lease))
+        tree.publish(lease, 9)
+        tree.release(lease)
+    run(tree, 8, program="p")
+    run(tree, 7, program="p")
+    start = time.process_time()
+    for _ in range(1024):
+        tree.release_path("p", ids)
+    assert time.process_time() - start < 1.0  # seconds; a walk over all takes more than ten
+    tree.check()
