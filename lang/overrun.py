@@ -100,7 +100,8 @@ class Answer:
 
     def end_of_tokens(self, count: int) -> int | None:
         """Where the first `count` tokens end; None: the pieces are not tokens."""
-        is_known = self.usage.completion_tokens - len(self.ends) in (0, 1)  # an end has no text
+        # One token more than pieces: an end, which has no text, or two that came as one piece.
+        is_known = self.usage.completion_tokens == len(self.ends)
         return self.ends[count - 1] if is_known and 0 < count <= len(self.ends) else None
 
 
@@ -227,9 +228,13 @@ class Overruns:
         self._kept.setdefault(program, []).append(answer)
         self._kept.move_to_end(program)
         self._size += len(answer.whole)
-        while self._size > MAX_KEPT and len(self._kept) > 1:
-            _, dropped = self._kept.popitem(last=False)
-            self._size -= sum(len(one.whole) for one in dropped)
+        while self._size > MAX_KEPT:
+            oldest, answers = next(iter(self._kept.items()))
+            if answers[0] is answer:
+                return  # the newest stays, however long it is
+            self._size -= len(answers.pop(0).whole)
+            if not answers:
+                del self._kept[oldest]
 
     def _refuse_second(self, request: Request, begun: str) -> None:
         """A message that the API was asked for already has gone on otherwise.

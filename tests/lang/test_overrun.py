@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 import palmette as pm
+from palmette.lang import overrun
 from palmette.lang.program import Program
 
 CARD = "Name: Ada Lovelace\nBirthday: 10 December 1815\nJob: mathematician and writer\nEnd"
@@ -418,3 +419,40 @@ def test_where_it_has_no_use_it_changes_nothing() -> None:
 def test_a_number_of_tokens_must_be_one() -> None:
     with pytest.raises(ValueError, match="num_api_spec_tokens: 0 is out of range; it must be >= 1"):
         pm.function(num_api_spec_tokens=0)(card)
+
+
+class Late(Model):
+    """Its first two tokens come in one event, as from a server whose reader fell behind."""
+
+    def _events(self, text: str, reason: str, num_tokens: int, is_chat: bool) -> str:
+        events = super()._events(text, reason, num_tokens, is_chat).split("\n\n")
+        first, second = (json.loads(event.removeprefix("data: ")) for event in events[:2])
+        first["choices"][0]["text"] += second["choices"][0].get("text", "")
+        return "\n\n".join([f"data: {json.dumps(first)}", *events[2:]])
+
+
+@pytest.mark.parametrize("wanted", [4, 7, 64])
+def test_two_tokens_in_one_event_are_two(wanted: int) -> None:
+    def write(s: pm.ProgramState) -> None:
+        s += "Name:" + pm.gen("x", stop="never", max_tokens=3, temperature=0)
+
+    for model in (Model("Name: Ada of Byron and then some more"), Late("Name: Ada of Byron is it")):
+        with serving(model) as client:
+            state = pm.function(num_api_spec_tokens=wanted)(write).run(backend=client)
+            assert state["x"] == " Ada of Byron"
+            assert state.get_meta_info("x")["finish_reason"]["type"] == "length"
+
+
+def test_one_long_program_keeps_so_many_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overrun, "MAX_KEPT", 2000)
+
+    @pm.function(num_api_spec_tokens=8)
+    def program(s: pm.ProgramState) -> None:
+        for place in range(60):
+            s += f"{place}" * 10 + pm.gen("x", stop="\n", temperature=0)
+
+    kept = overrun.Overruns(lambda text: list(map(ord, text)))
+    with serving(Model("")) as client:
+        client._overruns = kept
+        program.run(backend=client).sync()
+    assert 0 < kept._size == sum(len(a.whole) for one in kept._kept.values() for a in one) <= 2000
