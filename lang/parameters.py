@@ -43,6 +43,11 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
     "retry": (int, "whole number"),
     "num_api_spec_tokens": _WHOLE,
 }
+_FROM_ELSEWHERE: Mapping[str, tuple[Any, str]] = {  # only a program in JSON gives them arguments
+    "dtype": (str | None, "text"),
+    "logit_bias": (list[tuple[int, float]], "list of token ids and numbers"),
+    "reasoning_model": (str | None, "text"),
+}
 SCALARS = tuple(name for name in _KINDS if name not in ("stop", "stop_token_ids", "stop_regex"))
 _SPELLED = {"timeout_s": "timeout"}
 
@@ -55,7 +60,7 @@ def judged(name: str, value: object, *, spelled: str | None = None) -> Any:
     Raises:
         ValueError: it has another type; names the parameter, the value and the type.
     """
-    kind, word = _KINDS[name]
+    kind, word = _KINDS.get(name) or _FROM_ELSEWHERE[name]
     given = _plain(value)
     try:
         msgspec.convert(given, kind)

@@ -86,8 +86,8 @@ class SamplingParams:
                 "min_new_tokens", self.min_new_tokens, f"<= max_new_tokens ({self.max_new_tokens})"
             )
         _check_range("temperature", self.temperature, 0.0, math.inf)
-        if self.top_k < -1:
-            raise _out_of_range("top_k", self.top_k, "-1 or 0 (off) or >= 1")
+        if not -1 <= self.top_k < 2**31:
+            raise _out_of_range("top_k", self.top_k, f"-1 or 0 (off) or 1..{2**31 - 1}")
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -395,6 +395,8 @@ def check_request(request: Request, info: EngineInfo) -> None:
 def _check_hint(hint: ReuseHint, num_prompt: int) -> None:
     if not 0 <= hint.future_uses <= MAX_HINTED_USES:
         raise _out_of_range("future_uses", hint.future_uses, f"0..{MAX_HINTED_USES}")
+    if not 0 <= hint.overrun_tokens < 2**31:
+        raise _out_of_range("num_api_spec_tokens", hint.overrun_tokens, f"0..{2**31 - 1}")
     _check_count("prefixes", len(hint.prefixes), MAX_HINTED_PREFIXES)
     for length, uses in hint.prefixes:
         if not 0 < length <= num_prompt:

@@ -106,7 +106,8 @@ class Forecaster:
         """The forecast as JSON. Cancelling ends what is under way.
 
         Raises:
-            ApiError: 429 where too many wait, 400 and 408 as the process says.
+            ApiError: 429 where too many wait, 400 where a number has no place, 400 and 408 as the
+                process says.
         """
         if self._waiting[owner] >= _MOST_OF_ONE or self._waiting.total() >= _MOST_WAITING:
             raise ApiError(
@@ -116,22 +117,26 @@ class Forecaster:
                 code="overloaded",
                 headers={"retry-after": "1"},
             )
+        try:
+            message = packed(question)
+        except OverflowError:
+            raise invalid("a number has more than 64 bits, which no forecast takes") from None
         self._waiting[owner] += 1
         try:
             async with self._lock:
-                return await self._made(info, question)
+                return await self._made(info, message)
         finally:
             self._waiting[owner] -= 1
             if not self._waiting[owner]:
                 del self._waiting[owner]
 
-    async def _made(self, info: EngineInfo, question: Question) -> bytes:
+    async def _made(self, info: EngineInfo, question: bytes) -> bytes:
         if self._idle is not None:
             self._idle.cancel()
         try:
             process = self._process or await self._start(info)
             async with asyncio.timeout(_WALL_FACTOR * self._budget_s + _START_S):
-                answer = await _exchange(process, packed(question))
+                answer = await _exchange(process, question)
         except TimeoutError:
             self.close()
             raise ApiError(408, "the forecast took too long", code="deadline") from None

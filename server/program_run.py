@@ -398,6 +398,8 @@ def _check(nodes: Sequence[Node], context: ServerContext) -> int:
         elif isinstance(node, Gen):
             priority = node.options.priority
             count = node.options.num_choices
+            if count > limits.max_choices:
+                raise ValueError(f"choices: {count} in one call; the limit is {limits.max_choices}")
             grammar = node.options.grammar
             num_bytes = 0 if grammar is None else len(grammar.source.encode("utf-8", "replace"))
             if num_bytes > limits.max_grammar_bytes:
@@ -409,8 +411,6 @@ def _check(nodes: Sequence[Node], context: ServerContext) -> int:
             continue
         if abs(priority) > MAX_PRIORITY:
             raise ValueError(f"priority: must be within +-{MAX_PRIORITY}")
-        if count > limits.max_choices:
-            raise ValueError(f"choices: {count} in one call; the limit is {limits.max_choices}")
         num_requests += count
     if num_requests > most:
         raise ValueError(f"nodes: {num_requests} requests in one run; the limit is {most}")

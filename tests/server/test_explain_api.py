@@ -238,6 +238,26 @@ def test_all_settings_of_a_run_reach_the_forecast(server: RunningServer) -> None
     assert answer.json()["forecast"]["generated_tokens"] == 2048 - 100
 
 
+@pytest.mark.parametrize("number", [2**64, -(2**70)])
+@pytest.mark.parametrize("field", ["lengths", "sampling", "arguments"])
+def test_a_number_that_has_no_place_in_a_question(
+    server: RunningServer, field: str, number: int
+) -> None:
+    body: dict[str, dict[str, object]] = {"arguments": {"q": "x"}}
+    name = {"lengths": "a", "sampling": "logprob_start_len", "arguments": "q"}[field]
+    body.setdefault(field, {})[name] = number
+
+    @pm.function
+    def program(s: pm.ProgramState, q: str) -> None:
+        s += f"{q}" + pm.gen("a", max_tokens=4)
+
+    answer = server.post(f"{register(server, program)}/explain", body)
+    assert answer.status_code == 400, answer.text
+    assert "more than 64 bits" in answer.json()["error"]["message"]
+    good = server.post(f"{register(server, program)}/explain", {"arguments": {"q": "x"}})
+    assert good.status_code == 200, good.text
+
+
 def test_too_many_requests_in_all(server: RunningServer) -> None:
     body = {"batch": [{"q": "x"}] * 11}
     answer = server.post(f"{register(server, heavy)}/explain", body)

@@ -44,14 +44,14 @@ def run(server: RunningServer, whole: dict[str, Any], **body: Any) -> httpx.Resp
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("max_tokens", True, "max_tokens: expected `int | null`, got `bool`"),
-        ("max_tokens", "x", "max_tokens: expected `int | null`, got `str`"),
-        ("stop_token_ids", "x", "stop_token_ids: expected `array | null`, got `str`"),
-        ("priority", False, "priority: expected `int`, got `bool`"),
-        ("temperature", True, "temperature: expected `float | null`, got `bool`"),
-        ("ignore_eos", 1, "ignore_eos: expected `bool | null`, got `int`"),
-        ("reasoning_end", 3, "reasoning_end: expected `str | null`, got `int`"),
-        ("logit_bias", 3, "logit_bias: expected `array`, got `int`"),
+        ("max_tokens", True, "max_tokens: True is no whole number"),
+        ("max_tokens", "x", "max_tokens: 'x' is no whole number"),
+        ("stop_token_ids", "x", "stop_token_ids: 'x' is no list of token ids"),
+        ("priority", False, "priority: False is no whole number"),
+        ("temperature", True, "temperature: True is no number"),
+        ("ignore_eos", 1, "ignore_eos: 1 is no bool"),
+        ("reasoning_end", 3, "reasoning_end: 3 is no text"),
+        ("logit_bias", 3, "logit_bias: 3 is no list of token ids"),
         ("dtype", "date", "dtype: 'date' is not supported"),
     ],
 )
@@ -152,3 +152,25 @@ def test_the_line_of_a_document_is_told_and_its_file_never_opened(
     assert "the secret" not in json.dumps(answer)
     huge = run(server, failing(line=["f" * 100_000, 1, "f"])).json()
     assert len(huge["errors"]["a"]["message"]) < 1000
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**70])
+def test_a_number_that_no_frame_holds_is_refused(server: RunningServer, top_k: int) -> None:
+    spec = run(server, document([document()["nodes"][0], gen(num_api_spec_tokens=top_k)])).json()
+    assert "num_api_spec_tokens" in spec["errors"]["a"]["message"]
+    answer = run(server, document(), sampling={"top_k": top_k})
+    assert answer.status_code == 400, answer.text
+    assert f"top_k: {top_k} is out of range" in answer.json()["error"]["message"]
+
+
+def test_a_select_has_as_many_choices_as_a_run_has_requests(server: RunningServer) -> None:
+    @pm.function
+    def program(s: pm.ProgramState, count: int) -> None:
+        s += "x" + pm.select("x", [f"{i:03}" for i in range(count)])
+
+    client = pm.RuntimeEndpoint(server.url)
+    served = program.compile(count=200).run(backend=client)
+    assert served["x"] == program.run(200, backend=client)["x"]
+    refused = program.compile(count=1025).run(backend=client).error()
+    assert refused is not None and "1025 requests in one run; the limit is 1024" in str(refused)
+    client.close()
