@@ -8,12 +8,11 @@ Prefixes are shared in the engine's cache, so a step computes little more than o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from .errors import ConcretizationError, located
+from .errors import ConcretizationError, brief, located
 from .generation import gen
 from .host import caller_line
 from .ir import Line
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from .async_state import AsyncState
 
 S = TypeVar("S", bound=StateWriter)
+_MOST_PENALTY = 16.0  # powers of lengths up to the context stay numbers
 _NEXT = "beam"  # the variable of a step, in forks that nobody else sees
 
 
@@ -116,17 +116,11 @@ class _Search(Generic[S]):
             raise ConcretizationError("what a beam search reads at each step", line)
         self._encoder, info = session.encoder, session.client.info()
         limit = info.limits.max_top_logprobs
-        if not 1 <= width <= limit:
-            raise located(
-                ValueError(f"width: {width} is out of range; it must be 1..{limit}"), line
-            )
-        if max_tokens < 1:
-            raise located(
-                ValueError(f"max_tokens: {max_tokens} is out of range; it must be >= 1"), line
-            )
-        if not math.isfinite(length_penalty):
-            what = f"length_penalty: {length_penalty} is out of range; it must be finite"
-            raise located(ValueError(what), line)
+        width = _checked("width", width, (1, limit), line)
+        max_tokens = _checked("max_tokens", max_tokens, (1, info.context_length), line)
+        if not isinstance(length_penalty, int | float) or not abs(length_penalty) <= _MOST_PENALTY:
+            what = f"length_penalty: {brief(length_penalty)} is out of range; it must be within "
+            raise located(ValueError(f"{what}+-{_MOST_PENALTY:g}"), line)
         self._state, self._line = s, line
         self._width, self._num_left, self._length_penalty = width, max_tokens, length_penalty
         self._end_ids = frozenset(info.eos_token_ids)
@@ -147,6 +141,8 @@ class _Search(Generic[S]):
             skip_special_tokens=False,
             n=1,
             stop=(),
+            stop_token_ids=(),
+            stop_regex=(),
             return_logprob=True,
             top_logprobs_num=self._width,
             return_text_in_logprobs=True,
@@ -193,6 +189,19 @@ class _Search(Generic[S]):
         text = beam.text[len(parent.beam.text) :]
         state._append_tokens(text, beam.token_ids[-1:], self._line)
         return _Live(state, beam)
+
+
+def _checked(name: str, value: object, limits: tuple[int, int], line: Line) -> int:
+    """
+    Raises:
+        ValueError: it is no whole number within `limits`, both included; with the line.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise located(ValueError(f"{name}: {brief(value)} is no whole number"), line)
+    if not limits[0] <= value <= limits[1]:
+        what = f"{name}: {brief(value)} is out of range; it must be {limits[0]}..{limits[1]}"
+        raise located(ValueError(what), line)
+    return value
 
 
 def _is_settled(live: Sequence[Beam], finished: Sequence[Beam], width: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,45 @@ def test_the_beams_of_a_step_are_one_batch() -> None:
 def test_parameters_have_ranges(width: int, max_tokens: int) -> None:
     with pytest.raises(ValueError, match="is out of range"):
         search.run(width, max_tokens, backend=FakeModel())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"width": "3"}, "width: '3' is no whole number"),
+        ({"width": 2.0}, "width: 2.0 is no whole number"),
+        ({"max_tokens": True}, "max_tokens: True is no whole number"),
+        ({"max_tokens": 2**70}, "max_tokens: 1180591620717411303424 is out of range"),
+        ({"length_penalty": "x"}, "length_penalty: 'x' is out of range"),
+        ({"length_penalty": 1e308}, "length_penalty: 1e\\+308 is out of range"),
+    ],
+)
+def test_parameters_have_types(options: dict[str, Any], told: str) -> None:
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += PROMPT
+        pm.beam(s, "story", **options)
+
+    with pytest.raises(ValueError, match=told):
+        program.run(backend=FakeModel())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_token_ids": list(range(200))},
+        {"stop_regex": "."},
+        {"stop": ["e", " "]},
+        {"ignore_eos": False},
+        {"return_text_in_logprobs": False, "top_logprobs_num": 7},
+        {"n": 3, "max_new_tokens": 1},
+    ],
+)
+def test_what_runs_give_to_gens_moves_no_search(
+    client: LocalClient, options: dict[str, Any]
+) -> None:
+    given = search.run(3, 3, backend=client, **options)
+    assert given.ret_value == search.run(3, 3, backend=client).ret_value
 
 
 @pytest.mark.parametrize("penalty", [float("nan"), float("inf")])
