@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -283,16 +283,18 @@ class ProgramRun:
         return program_error(node, ErrorInfo(code="context_length_exceeded", message=message))
 
     def _call(self, node: Call) -> None:
-        for leaf in leaves(node.arguments):
-            known: list[object] = [self._result_of(value, node) for value in values_of((leaf,))]
-            known += [self._content_of(state, node) for state in states_of((leaf,))]
-            failed = next((one for one in known if isinstance(one, ProgramError)), None)
-            if failed is not None:
-                self._finish(node, failed)
+        for known in self._needs(node):  # one after the other: it waits for the first alone
+            if known is None:
                 return
-            if None in known:
+            if isinstance(known, ProgramError):
+                self._finish(node, known)
                 return
         self._finish(node, call_function(node, list(map(self._reader.read, node.arguments))))
+
+    def _needs(self, node: Call) -> Iterator[Result | Content | ProgramError | None]:
+        for leaf in leaves(node.arguments):
+            yield from (self._result_of(value, node) for value in values_of((leaf,)))
+            yield from (self._content_of(state, node) for state in states_of((leaf,)))
 
     def _known_result(self, value: ValueId) -> Result:
         result = self._results[value]

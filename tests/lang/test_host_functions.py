@@ -158,3 +158,24 @@ def test_a_compiled_program_prints_what_a_function_takes() -> None:
         s.call("n", print, "word", "part", "b")
 
     assert "call 'n' print({word}, text %0..%1, v0)" in str(program.compile())
+
+
+def test_a_function_of_a_scope_that_begins_behind_a_gen_is_called_once() -> None:
+    called: list[str] = []
+
+    @pm.function
+    def program(s: pm.ProgramState) -> None:
+        s += "x" + pm.gen("v", max_tokens=1)
+        with s.var_scope("part"):
+            s += "in" + pm.gen("w", max_tokens=1)
+        s.call("n", called.append, "part")
+        s += "!" + pm.gen("z", max_tokens=1)
+
+    for state in (
+        program.run(backend=FakeModel([" a", " b", " c"])),
+        program.compile().run(backend=FakeModel([" a", " b", " c"])),
+    ):
+        assert "".join(state.text_iter()) == state.text() == "x ain b! c"
+        state.sync()
+        assert state.error() is None
+    assert called == ["in b"] * 2
