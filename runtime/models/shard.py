@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import numpy as np
-
 from .config import ModelConfig
 from .layout import EMBEDDING, LM_HEAD
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -85,6 +84,10 @@ def vocab_part(vocab_size: int, size: int) -> int:
     return -(-vocab_size // size)
 
 
+def _slice(count: int, rank: int, size: int) -> slice:
+    return slice(rank * (count // size), (rank + 1) * (count // size))
+
+
 def cut_weight(
     name: str, weight: NDArray[np.float32], model: ModelConfig, group: Group
 ) -> NDArray[np.float32]:
@@ -96,15 +99,17 @@ def cut_weight(
     if name in (EMBEDDING, LM_HEAD):
         count = vocab_part(model.vocab_size, size)
         own = weight[rank * count : (rank + 1) * count]
+        import numpy as np  # slow to import; whoever only plans cuts no weights
+
         return np.pad(own, ((0, count - len(own)), (0, 0)))
     if part in ("k_proj", "v_proj"):
         heads = max(1, model.num_kv_heads // size)
         first = rank * model.num_kv_heads // size
         return weight[first * model.head_dim : (first + heads) * model.head_dim]
     if part in ("q_proj", "gate_proj", "up_proj"):
-        return np.split(weight, size, axis=0)[rank]
+        return weight[_slice(weight.shape[0], rank, size)]
     if part in ("o_proj", "down_proj"):
-        return np.split(weight, size, axis=1)[rank]
+        return weight[:, _slice(weight.shape[1], rank, size)]
     return weight
 
 

@@ -98,7 +98,7 @@ def test_schema_check_of_several_files_as_lines_and_as_json(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["serve", "--model", "/no/such/model"], "does not exist"),
+        (["serve", "--port", "0", "--model", "/no/such/model"], "does not exist"),
         (["serve", "--page-size", "3"], "page_size: 3"),
         (["serve", "--port", "70000"], "port: 70000"),
         (["serve", "--max-running", "0"], "max_running: 0"),
@@ -281,7 +281,7 @@ def test_wrong_words_get_the_usage_of_their_command(
 
 
 def test_help_of_weights_has_every_value(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "auto, stored, fp32, bf16, fp16, int8 or int4;" in help_of("serve", capsys)
+    assert "auto, stored, fp32, bf16, fp16, fp8, int8 or int4;" in help_of("serve", capsys)
 
 
 def test_tenant_weights_are_pairs() -> None:
