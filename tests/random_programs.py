@@ -136,11 +136,10 @@ class _Drawing:
                 known = [name for name, kind in names.items() if kind != "other"]
                 return [("read", name, names[name]) for name in known[-1:]]
             case "call":
-                known = [name for name, kind in names.items() if kind in ("text", "typed")]
-                known = [name for name in known if name != "scope"]
-                if known:
+                known = choose(list(names)) if names else None
+                if known is not None:
                     names["length"] = "other"
-                return [("call", "length", name) for name in known[:1]]
+                return [] if known is None else [("call", "length", known)]
             case "bind":
                 names["bound"] = "other"
                 return [("bind", "bound", choose([1, "v", [1, 2]]))]
