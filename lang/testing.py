@@ -35,6 +35,7 @@ from palmette.runtime.request import (
     check_request,
 )
 
+from .errors import brief
 from .fake_parts import EOS, SPECIAL, FakeTokenizer, PrefixCache
 from .fake_text import satisfies, shortest
 
@@ -271,18 +272,23 @@ class FakeModel:
         script = self._script
         if script is None:
             return None
+        answer: object
         if callable(script):
-            return script(prompt)
-        if isinstance(script, Mapping):
+            answer = script
+        elif isinstance(script, Mapping):
             answer = self._found(script, prompt)
         else:
             index = self._use("list")
             if index >= len(script):
                 raise LookupError(f"the script has {len(script)} answers; one more was asked for")
             answer = script[index]
+        if callable(answer):
+            answer = answer(prompt)
         if isinstance(answer, Exception):
             raise answer
-        return answer(prompt) if callable(answer) else answer
+        if not isinstance(answer, str | None):
+            raise TypeError(f"an answer of the script is no text: {brief(answer)}")
+        return answer
 
     def _found(
         self, script: Mapping[str | re.Pattern[str], Answer | list[Answer]], prompt: str

@@ -188,3 +188,13 @@ def test_an_abort_ends_a_request_in_one_output() -> None:
     [output] = model.poll()
     assert output.finish is not None and output.finish.reason == "abort"
     assert model.poll() == []
+
+
+@pytest.mark.parametrize("give", [lambda f: f, lambda f: [f], lambda f: {"q": f}])
+def test_what_a_function_gives_is_an_answer_as_any_other(give: object) -> None:
+    assert callable(give)
+    for answer, told in ((RuntimeError("no"), "no"), (3, "an answer of the script is no text: 3")):
+        state = ask.run("q", backend=FakeModel(give(lambda prompt, answer=answer: answer)))
+        with pytest.raises(pm.ProgramError, match=told) as caught:
+            state.text()
+        assert caught.value.code == "scripted"
