@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .tenants import Tenant
 
 TOKEN_BYTES = 4
+_MOST_LOOKS = 1024  # at children, of one release: a thousand releases may come in one call
 ProgramKey = tuple[tuple[str, ...], str]  # namespace, name
 
 
@@ -224,10 +226,13 @@ def walk_down(node: Node, data: bytes, limit: int, page_bytes: int) -> tuple[Nod
 
 
 def held_children(node: Node, holder: Holder) -> list[Node]:
-    """The children that a program holds. O(the smaller of the children and what it holds)."""
+    """The children that a program holds, among the first of so many that a release looks at.
+
+    What it does not see stays held until the program ends.
+    """
     if len(node.children) <= len(holder.nodes):
-        return [child for child in node.children.values() if holder in child.holds]
-    return [held for held in holder.nodes if held.parent is node]
+        return [one for one in islice(node.children.values(), _MOST_LOOKS) if holder in one.holds]
+    return [held for held in islice(holder.nodes, _MOST_LOOKS) if held.parent is node]
 
 
 def held_below(tops: list[Node], holder: Holder) -> list[Node]:

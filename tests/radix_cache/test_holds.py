@@ -179,12 +179,13 @@ def test_announced_prefixes_are_counted_by_program() -> None:
     assert tree.num_announced() == 0
 
 
-@pytest.mark.parametrize("ids", [[7], [7, 1, 1, 1], [8], [9] * PAGE])
-def test_releases_look_at_what_the_program_holds_alone(ids: list[int]) -> None:
-    """Not at all that its key has cached: a thousand of them come in one call."""
+@pytest.mark.parametrize("program", ["other", "p"])
+@pytest.mark.parametrize("ids", [[7, 1, 1, 1, 9], [7, 1, 1, 1], [8], [9] * PAGE])
+def test_releases_look_at_what_the_program_holds_alone(ids: list[int], program: str) -> None:
+    """Not at all that its key has cached, and at little of that: a thousand come in one call."""
     tree = RadixTree(num_pages=6000, page_size=PAGE)
     for first in range(5000):
-        lease = tree.acquire([7, 1, 1, 1, 10 + first, 1, 1, 1, 0], use=Use(program="other"))
+        lease = tree.acquire([7, 1, 1, 1, 10 + first, 1, 1, 1, 0], use=Use(program=program))
         tree.claim(lease, 9 - tree.frontier(lease))
         tree.publish(lease, 9)
         tree.release(lease)
