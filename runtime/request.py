@@ -86,8 +86,8 @@ class SamplingParams:
                 "min_new_tokens", self.min_new_tokens, f"<= max_new_tokens ({self.max_new_tokens})"
             )
         _check_range("temperature", self.temperature, 0.0, math.inf)
-        if not -1 <= self.top_k < 2**31:
-            raise _out_of_range("top_k", self.top_k, f"-1 or 0 (off) or 1..{2**31 - 1}")
+        if not -1 <= self.top_k < 2**63:
+            raise _out_of_range("top_k", self.top_k, f"-1 or 0 (off) or 1..{2**63 - 1}")
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
