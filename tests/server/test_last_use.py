@@ -28,8 +28,8 @@ def client(server: RunningServer) -> Iterator[pm.RuntimeEndpoint]:
 
 
 @pm.function
-def looping(s: pm.ProgramState) -> None:
-    s += HEAD
+def looping(s: pm.ProgramState, name: str = "a") -> None:
+    s += HEAD + name  # what others come back to after a release is theirs, and is kept
     forks = s.fork(2)
     forks += lambda i: f"{i} branch of it:" + pm.gen("view", max_tokens=24, ignore_eos=True)
     forks.join()
@@ -122,7 +122,7 @@ def test_programs_over_http_hold_nothing_at_their_end(
 
         straight.compile().run(backend=client).sync()
     elif how == "batch":
-        looping.run_batch([{}] * 4, backend=client)
+        looping.run_batch([{"name": name} for name in "abcd"], backend=client)
     else:
         looping.run(backend=client).sync()
         client.close()
