@@ -182,8 +182,7 @@ class ServedRun(ProgramRun):
         return [] if request is None or self.is_done else [request]
 
     def on_output(self, output: Output) -> list[Issue]:
-        assert isinstance(output, Told)
-        event = output.event
+        event = output.event if isinstance(output, Told) else {}  # of a client that was closed
         if event.get("event") == "text":
             growing = self._growing.setdefault(ValueId(event["value"]), _Growing())
             growing.text += event["text"]

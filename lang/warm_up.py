@@ -6,17 +6,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from palmette.runtime.request import SamplingParams
-
 from .compiled import run_program
 from .compiler import record_start
-from .ir import ROOT, Extend, Gen, GenOptions, Mark, Node, StateId, Text, ValueId
+from .expressions import GenArguments, PlannedOptions, RunDefaults
+from .ir import ROOT, Extend, Gen, Mark, Node, StateId, Text, ValueId
 from .program import Program
 
 if TYPE_CHECKING:
     from .backends import Backend
 
-_PREFILL = GenOptions(sampling=SamplingParams(max_new_tokens=0, temperature=0.0))
+_PREFILL = PlannedOptions.of(GenArguments(max_tokens=0, temperature=0.0), RunDefaults())
 
 
 def cache_prefix(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from palmette.lang.api import Function
+from palmette.lang.base_function import BaseFunction
 from palmette.lang.errors import BackendError, ConcretizationError, ProgramError
 from palmette.lang.forecast import Forecast
 
@@ -48,7 +48,7 @@ def explain(
     return 0
 
 
-def load(target: str) -> Function:
+def load(target: str) -> BaseFunction:
     """The program FUNCTION of FILE.
 
     Raises:
@@ -63,8 +63,10 @@ def load(target: str) -> Function:
     sys.path.insert(0, str(path.resolve().parent))
     found = runpy.run_path(file, run_name="palmette_program")
     function = found.get(name)
-    if not isinstance(function, Function):
-        known = ", ".join(sorted(key for key, one in found.items() if isinstance(one, Function)))
+    if not isinstance(function, BaseFunction):
+        known = ", ".join(
+            sorted(key for key, one in found.items() if isinstance(one, BaseFunction))
+        )
         raise UserError(f"{file}: has no program {name!r}; it has {known or 'none'}")
     return function
 

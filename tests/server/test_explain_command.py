@@ -29,6 +29,11 @@ def branching(s):
     if s["a"] == "b":
         s += "c"
 
+@pm.function
+async def awaited(s, essay):
+    s += essay + pm.gen("view", max_tokens=3, ignore_eos=True)
+    return await s["view"]
+
 if __name__ == "__main__":
     raise SystemExit("this is not run")
 """
@@ -63,6 +68,8 @@ def test_a_forecast_is_printed(
     assert printed[0].split()[:4] == ["call", "branch", "line", "requests"]
     assert [line.split()[1] for line in printed[1:4]] == ["view", "view", "grade"]
     assert "12 generated" in printed[4]
+    assert explain(file, tmp_path, monkeypatch, ":awaited", "--arg", "essay=words") == 0
+    assert "3 generated" in capsys.readouterr().out
     form = ("--format", "json", "--analyze")
     assert explain(file, tmp_path, monkeypatch, ":judge", *arguments, *points, *form) == 0
     whole = json.loads(capsys.readouterr().out)
@@ -94,7 +101,7 @@ def test_a_server_makes_the_forecast(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((":nobody",), "has no program 'nobody'; it has branching, judge"),
+        ((":nobody",), "has no program 'nobody'; it has awaited, branching, judge"),
         ((":judge", "--arg", "essay"), "--arg essay: must be NAME=VALUE"),
         ((":judge", "--arg", "essay=x"), "compile(points=...)"),
         ((":judge", "--const", "points=[]"), "needs the argument 'essay'"),

@@ -168,6 +168,27 @@ def test_who_waits_for_the_end_gets_longer_chunks_than_who_reads_along(
     assert steps[False] < steps[True] - 20
 
 
+def test_the_constant_start_is_cached_there(client: pm.RuntimeEndpoint) -> None:
+    @pm.function
+    def long_start(s: pm.ProgramState, question: str) -> None:
+        s += "All of this is known before: " * 4 + question + pm.gen("a", max_tokens=2)
+
+    client.info()
+    long_start.cache(client)
+    meta = long_start.run("why?", backend=client).get_meta_info("a")
+    assert isinstance(meta, dict) and meta["cached_tokens"] >= 96
+
+
+def test_a_run_on_a_closed_client_says_so(server: RunningServer) -> None:
+    client = pm.RuntimeEndpoint(server.url)
+    client.info()
+    program = asking.compile()
+    program.run(question="x", backend=client).sync()
+    client.close()
+    with pytest.raises((pm.ProgramError, pm.BackendError), match="closed"):
+        _ = program.run(question="x", backend=client)["answer"]
+
+
 def test_choices_that_are_an_argument_are_chosen_there(
     server: RunningServer, client: pm.RuntimeEndpoint, local: EngineClient
 ) -> None:
