@@ -177,7 +177,8 @@ def linear(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None = None) -> Te
         if in_parts
         else out
     )
-    codes, added = readable(weight.codes), out if bias is None else bias
+    codes = readable(weight.codes) if is_fp8 else weight.codes  # int4's bytes are no e4m3
+    added = out if bias is None else bias
     grid = (
         triton.cdiv(num_columns, tiles["BLOCK_N"]),
         triton.cdiv(num_rows, tiles["BLOCK_M"]),

@@ -147,3 +147,11 @@ def test_what_does_not_fit_is_refused() -> None:
         quantise_int8(random(4, 32) * 1e8)
     with pytest.raises(ValueError, match="64 inputs do not fit a matrix of 32"):
         linear(random(1, 64), quantise_int8(random(4, 32)))
+
+
+def test_nibbles_are_read_as_bytes_where_bytes_may_be_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that converts e4m3, uint8 codes of fp8 are read as such; those of int4 are not."""
+    monkeypatch.setattr("palmette.kernels.cuda.codes.native_e4m3", lambda device: True)
+    x, bias = random(2, 64), random(24, seed=2)
+    matrix = MATRICES["int4-32"](24, 64)
+    close(linear(x, matrix, bias), x, matrix, bias)
