@@ -1,6 +1,6 @@
 """Streaming chat: answers appear as they are generated; the conversation stays in one program.
 
-python examples/streaming_chat.py          a chat in the terminal; an empty line ends it
+python examples/streaming_chat.py          a chat in the terminal; an empty line or Ctrl-D ends it
 python examples/streaming_chat.py --demo   three questions
 """
 
@@ -27,8 +27,11 @@ def chat(s: pm.ProgramState, questions: Iterable[str]) -> None:
 
 
 def typed() -> Iterator[str]:
-    while line := input("> ").strip():
-        yield line
+    try:
+        while line := input("> ").strip():
+            yield line
+    except EOFError:  # Ctrl-D
+        print()
 
 
 def asked() -> Iterator[str]:

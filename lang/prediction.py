@@ -77,11 +77,13 @@ def explain_program(
 
     Raises:
         ProgramError: a call fails, as when its prompt is too long.
-        ValueError: a backend of another process is asked for what only it knows.
+        ValueError: a backend of another process is asked for what only it knows, or `lengths`
+            names what the program has not.
     """
     from .backends import session_of
     from .compiled import split_arguments
 
+    check_lengths(program, lengths)
     session = session_of(backend)
     rest, defaults = split_arguments(program, given)
     asked = Asked(
@@ -108,6 +110,17 @@ def explain_program(
         knows_grammars=knows_grammars(client),
         made=made,
     )
+
+
+def check_lengths(program: Program, lengths: Mapping[str, int]) -> None:
+    """ValueError for a name that no gen of the program has, and for less than no tokens."""
+    names = sorted({node.name for node in program.calls if isinstance(node, Gen) and node.name})
+    for name, length in lengths.items():
+        if name not in names:
+            known = ", ".join(names) or "no named gen"
+            raise ValueError(f"lengths: {name!r} is no gen of this program; it has {known}")
+        if length < 0:
+            raise ValueError(f"lengths: {name!r} cannot have {length} tokens; at least 0")
 
 
 def _remote(

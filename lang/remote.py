@@ -479,6 +479,9 @@ class RuntimeEndpoint(HttpClient):
         return self.server_info()
 
 
+_NO_KEY = "give the server's key: api_key=, or --api-key"
+
+
 class _Refused(BackendError):
     """An answer other than success."""
 
@@ -497,4 +500,6 @@ def _refused(response: httpx.Response) -> _Refused:
         remedy = "; is it the address of a Palmette server?" if response.status_code == 404 else ""
         message = f"{response.url} answered with the status {response.status_code}{remedy}"
         info = ErrorInfo(code=info.code, message=message)
+    if response.status_code == 401:
+        info = ErrorInfo(code=info.code, message=f"{info.message}; {_NO_KEY}")
     return _Refused(response.status_code, info)

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from palmette.lang.errors import ProgramError
 from palmette.lang.forecast import Prices
 from palmette.lang.outlook import BatchStart
-from palmette.lang.prediction import Made
+from palmette.lang.prediction import Made, check_lengths
 
 from .calls import CallEnded, ProgramCall
 from .context import ServerContext, context_of, read_struct
@@ -82,6 +82,10 @@ async def _forecast(
     num_nodes = len(entries) * len(program.nodes)
     if num_nodes > MAX_NODES:
         raise invalid(f"batch: {num_nodes} nodes in all; the limit is {MAX_NODES}", "batch")
+    try:
+        check_lengths(program, body.lengths)
+    except ValueError as error:
+        raise invalid(str(error), "lengths") from None
     namespace = context.namespace(owner, extra_key=body.extra_key, cache_salt=body.cache_salt)
     defaults = defaults_of(body.sampling)
     batch = BatchStart(len(entries)) if len(entries) > 1 else None

@@ -183,7 +183,7 @@ def test_keys_are_sent_and_their_lack_is_told(start_server: StartServer) -> None
     server = start_server(api_keys=["secret"])
     good, bad = pm.RuntimeEndpoint(server.url, "secret"), pm.RuntimeEndpoint(server.url)
     assert good.get_model_name() == "fake"
-    with pytest.raises(RuntimeError, match="key"):
+    with pytest.raises(pm.BackendError, match="api_key=, or --api-key"):
         bad.info()
     good.close()
     bad.close()

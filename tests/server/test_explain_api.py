@@ -132,6 +132,13 @@ def register(server: RunningServer, function: pm.Function, **headers: str) -> st
     return f"/v1/programs/{answer.json()['id']}"
 
 
+def test_lengths_of_unknown_names_are_refused(server: RunningServer) -> None:
+    answer = server.post(f"{register(server, asking)}/explain", {"lengths": {"b": 3}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "lengths"
+    assert "'b' is no gen of this program; it has a" in answer.json()["error"]["message"]
+
+
 def test_one_key_is_not_told_what_another_keeps(start_server: StartServer) -> None:
     server = start_server(api_keys=["one", "two"])
     other = {"authorization": "Bearer two"}
@@ -253,7 +260,8 @@ def test_a_number_that_has_no_place_in_a_question(
 
     answer = server.post(f"{register(server, program)}/explain", body)
     assert answer.status_code == 400, answer.text
-    assert "more than 64 bits" in answer.json()["error"]["message"]
+    told = "cannot have" if field == "lengths" and number < 0 else "more than 64 bits"
+    assert told in answer.json()["error"]["message"]
     good = server.post(f"{register(server, program)}/explain", {"arguments": {"q": "x"}})
     assert good.status_code == 200, good.text
 
