@@ -6,11 +6,43 @@ A process either interprets or compiles; these tests interpret, also where a dev
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
+if find_spec("triton") is not None:
+    import checked_interpreter
+
+    checked_interpreter.install()
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody may read what `torch.empty` gives, or what lies behind an array in its section of
+    the staging memory, which an earlier step may have left there: NaN, or the largest integer."""
+    from palmette.kernels.cuda.staging import Staging
+
+    upload = Staging.upload
+
+    def upload_whole_sections(staging: Staging, arrays: Any, layout: Any) -> None:
+        whole = {}
+        for name, array in arrays.items():
+            size = layout[name].num_words * 4 // array.dtype.itemsize
+            poison = np.nan if array.dtype.kind == "f" else np.iinfo(array.dtype).max
+            whole[name] = np.full(size, poison, array.dtype)
+            whole[name][: array.size] = array.reshape(-1)
+        upload(staging, whole, layout)
+
+    monkeypatch.setattr(Staging, "upload", upload_whole_sections)
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")
