@@ -164,7 +164,7 @@ class BatchBuilder:
         self._slots[part] = pages * page_size + positions % page_size
         num_scored = chunk.num_scored
         if num_scored:
-            first = sequence.next_scored
+            first = chunk.next_scored
             self._add_sampled(
                 chunk, place + first - 1 - chunk.start, count=num_scored, position=first
             )

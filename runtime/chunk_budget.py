@@ -42,6 +42,7 @@ class ChunkBudget:
         self.model = StepTimeModel()
         self._work = StepWork(0, 0)  # of the newest plan
         self._share = 0.0  # of its time, for prompts; 0: none waited
+        self._next_share = 0.0  # of the step that `limit` was asked for
         self._owed_s = 0.0  # reserved time that prompts have not got yet
         self.num_late_first = 0
         self.num_slow = 0
@@ -50,7 +51,7 @@ class ChunkBudget:
         self, decodes: Sequence[SequenceState], prompts: Sequence[SequenceState], now: float
     ) -> int:
         """Most prefill tokens of this step. `prompts`: to be read, the next one last."""
-        self._share = 0.0
+        self._next_share = 0.0
         most = self._config.token_budget - len(decodes)
         if not decodes or most == 0:
             return most
@@ -70,7 +71,7 @@ class ChunkBudget:
         idle_s = self.model.predict(work)
         static_s = self.model.predict_with(work, start=start, prefill=static) - idle_s
         is_late = self._is_late(prompts[-1], static_s / static, now)
-        self._share = LATE_SHARE if is_late else self._config.prefill_share
+        self._next_share = LATE_SHARE if is_late else self._config.prefill_share
         target = SAFETY * self._tpot_s
         smooth = self.model.most_prefill(work, start=start, seconds=target)
         if smooth >= static:
@@ -83,7 +84,9 @@ class ChunkBudget:
         return static if idle_s + static_s <= spare_s or static_s <= self._owed_s else 0
 
     def note(self, plan: StepPlan) -> None:
-        """The step will be this; to be called before anything of it changes."""
+        """The step will be this; to be called before anything of it changes, and after `observe`
+        of the step before it."""
+        self._share = self._next_share
         self._work = StepWork(
             len(plan.decodes),
             sum(sequence.num_tokens for sequence in plan.decodes),

@@ -328,6 +328,8 @@ class Engine:
         if sequence.status is Status.FINISHED:
             logger.error("request %s: fault after its end", sequence.request_id, exc_info=error)
             return
+        if self._steps.fault_later(sequence, error):
+            return
         if isinstance(error, Aborted):
             self._end(sequence, ABORTED)
             return

@@ -1,13 +1,15 @@
 """The step that is launched before the tokens of the step before it are known.
 
-Its rows are the sequences that the step before samples, each one token longer. What is found out
-when those tokens arrive (a stop, a token that the grammar rejects or forces, an abort, no page)
-drops single rows: what they compute is written where nobody reads and is never committed.
+Its decodes are sequences for whom the step before chooses a token, each one token longer. Its
+chunks are of prompts: the next ones of those that are being read, and the first ones of requests
+that are admitted now. What is found out when the tokens arrive (a stop, a token that the grammar
+rejects or forces, an abort, no page) drops single rows: what they compute is written where nobody
+reads and is never committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,61 +24,92 @@ from .sequence import SequenceState, Status
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    plan: StepPlan  # as it is launched: decodes only
-    leases: list[Lease]  # of its rows
-    ends: list[int]  # tokens of each row once it can be committed
-    sources: Int32Array  # which row that the plan before samples chooses each row's token
+    plan: StepPlan  # as it is launched
+    leases: list[Lease | None]  # of its sequences
+    ends: list[int]  # tokens of each decode once it can be committed
+    sources: Int32Array  # [T] which row that the plan before samples chooses a row's token, or -1
 
-    def still_going(self) -> list[SequenceState]:
-        """Whose rows are as it was foreseen, now that the step before is committed."""
-        rows = zip(self.plan.decodes, self.leases, self.ends, strict=True)
-        return [
-            sequence
-            for sequence, lease, end in rows
-            if sequence.status is Status.DECODE
-            and sequence.num_tokens == end
-            and sequence.lease is lease
-        ]
+    def still_going(self) -> StepPlan:
+        """The rows that are as it was foreseen, now that the step before is committed."""
+        plan, num_decodes = self.plan, len(self.plan.decodes)
+        rows = zip(plan.decodes, self.leases[:num_decodes], self.ends, strict=True)
+        chunks = zip(plan.chunks, self.leases[num_decodes:], strict=True)
+        return StepPlan(
+            decodes=[
+                sequence
+                for sequence, lease, end in rows
+                if sequence.status is Status.DECODE
+                and sequence.num_tokens == end
+                and sequence.lease is lease
+            ],
+            chunks=[chunk for chunk, lease in chunks if chunk.sequence.lease is lease],
+        )
 
 
 def lead_of(
-    plan: StepPlan, scheduler: Scheduler, *, leaving: Collection[SequenceState]
+    flight: StepPlan, scheduler: Scheduler, *, leaving: Container[int], now: float
 ) -> Lead | None:
-    """What may follow `plan`; None: others have a turn, or nobody goes on for certain.
+    """What may follow `flight`; None: somebody has to be preempted, or nobody goes on for certain.
 
-    leaving: sequences that end with `plan`.
+    leaving: arrivals of sequences that end with `flight`.
     """
-    if scheduler.wants_plan(plan):
+    places = _places(flight)
+    plan = _plan_after(flight, places, scheduler, leaving=leaving, now=now)
+    if plan is None or plan.is_empty:
         return None
-    gone = {sequence.arrival for sequence in leaving}
-    rows: list[SequenceState] = []
-    sources: list[int] = []
-    for place, sequence in _sampled(plan):
-        if sequence.arrival in gone or len(sequence.generated) + 1 >= sequence.max_generated:
-            continue
-        if sequence.is_scoring:
-            return None  # its logprobs come first
-        if not scheduler.reserve(sequence, sequence.num_tokens + 1):
-            return None  # somebody has to be preempted
-        rows.append(sequence)
-        sources.append(place)
-    if not rows:
-        return None
+    sources = np.full(plan.num_tokens, -1, np.int32)
+    sources[: len(plan.decodes)] = [places[sequence.arrival] for sequence in plan.decodes]
     return Lead(
-        plan=StepPlan(decodes=plan.decodes if rows == plan.decodes else rows),
-        leases=[lease for row in rows if (lease := row.lease) is not None],
-        ends=[row.num_tokens + 1 for row in rows],
-        sources=np.array(sources, np.int32),
+        plan=plan,
+        leases=[sequence.lease for sequence in plan.sequences()],
+        ends=[sequence.num_tokens + 1 for sequence in plan.decodes],
+        sources=sources,
     )
 
 
-def _sampled(plan: StepPlan) -> list[tuple[int, SequenceState]]:
-    """The sequences for which a token is chosen, with its row of S."""
-    found = list(enumerate(plan.decodes))
+def _plan_after(
+    flight: StepPlan,
+    sampled: Container[int],
+    scheduler: Scheduler,
+    *,
+    leaving: Container[int],
+    now: float,
+) -> StepPlan | None:
+    """The plan, as `Scheduler.plan` makes it with what is known now; None: it needs the tokens."""
+    plan = StepPlan(in_flight={chunk.sequence.arrival: chunk for chunk in flight.chunks})
+    going = [sequence for sequence in scheduler.running if sequence.arrival not in leaving]
+    decodes = [s for s in going if s.status is Status.DECODE or s.arrival in sampled]
+    if not scheduler.begin_ahead(len(decodes), now=now):
+        return None
+    prefills: list[SequenceState] = []
+    for sequence in going:
+        is_sampled = sequence.arrival in sampled
+        if is_sampled:
+            is_over = len(sequence.generated) + 1 >= sequence.max_generated
+        else:
+            chunk = plan.in_flight.get(sequence.arrival)
+            is_over = chunk is not None and chunk.end == sequence.num_tokens
+        if is_over:
+            continue
+        try:
+            has_pages = (scheduler.reserve if is_sampled else scheduler.resume)(sequence)
+        except Exception as error:  # fault boundary: one sequence
+            scheduler.on_fault(sequence, error)
+            continue
+        if not has_pages:
+            return None
+        (plan.decodes if is_sampled else prefills).append(sequence)
+    prefills.reverse()
+    scheduler.plan_prompts(plan, prefills)
+    return plan
+
+
+def _places(plan: StepPlan) -> dict[int, int]:
+    """Which row of S chooses a sequence's token, by arrival."""
+    places = {sequence.arrival: place for place, sequence in enumerate(plan.decodes)}
     place = len(plan.decodes)
     for chunk in plan.chunks:
-        place += chunk.num_scored
+        place += chunk.num_sampled
         if chunk.is_sampling:
-            found.append((place, chunk.sequence))
-            place += 1
-    return found
+            places[chunk.sequence.arrival] = place - 1
+    return places

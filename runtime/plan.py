@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from .sequence import SequenceState
@@ -19,6 +20,11 @@ class Chunk:
     start: int
     end: int
     frontier: int
+    # Rows whose next token is known and to be scored, of the prompt or forced: how many there are,
+    # and the position of the first one's token.
+    num_scored: int
+    next_scored: int
+    is_sampling: bool  # whether the last row chooses the next token
 
     @property
     def num_tokens(self) -> int:
@@ -29,16 +35,9 @@ class Chunk:
         return max(0, self.end - self.frontier)
 
     @property
-    def num_scored(self) -> int:
-        """Rows whose next token is known and to be scored: of the prompt, or forced."""
-        sequence = self.sequence
-        return max(0, min(self.end, sequence.scored_end - 1) - (sequence.next_scored - 1))
-
-    @property
-    def is_sampling(self) -> bool:
-        """Whether the last row chooses the next token."""
-        sequence = self.sequence
-        return self.end == sequence.num_tokens and sequence.max_generated > 0
+    def num_sampled(self) -> int:
+        """Rows of S."""
+        return self.num_scored + self.is_sampling
 
 
 @dataclass(slots=True)
@@ -47,6 +46,9 @@ class StepPlan:
 
     decodes: list[SequenceState] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    # Of a step that is planned before the one before it is committed: the chunks of that one, by
+    # arrival of their sequences.
+    in_flight: Mapping[int, Chunk] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -60,8 +62,22 @@ class StepPlan:
     def num_sequences(self) -> int:
         return len(self.decodes) + len(self.chunks)
 
+    @property
+    def num_sampled(self) -> int:
+        return len(self.decodes) + sum(chunk.num_sampled for chunk in self.chunks)
+
     def sequences(self) -> list[SequenceState]:
         return self.decodes + [chunk.sequence for chunk in self.chunks]
+
+    def sampled_rows(self, arrivals: Collection[int]) -> list[int]:
+        """The rows of S that are of these sequences."""
+        rows = [row for row, s in enumerate(self.decodes) if s.arrival in arrivals]
+        end = len(self.decodes)
+        for chunk in self.chunks:
+            start, end = end, end + chunk.num_sampled
+            if chunk.sequence.arrival in arrivals:
+                rows += range(start, end)
+        return rows
 
     def single_rows(self) -> list[StepPlan]:
         """One plan per row, in an order in which a prefix precedes what rests on it."""

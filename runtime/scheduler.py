@@ -22,12 +22,13 @@ from palmette.constrained.backend import CompiledGrammar
 from palmette.kernels.backend import KVPool
 from palmette.radix_cache.pages import PagesExhausted
 from palmette.radix_cache.tiers import PageTiers
-from palmette.radix_cache.tree import Lease, RadixTree
+from palmette.radix_cache.tree import RadixTree
 
 from .cache import use_of
 from .chunk_budget import ChunkBudget
+from .chunks import Chunks
 from .config import SchedulerConfig
-from .dominant_share import DominantShare, shares_of
+from .dominant_share import shares_of
 from .forecast import GrowthForecast
 from .plan import Chunk, StepPlan
 from .policies import make_queue
@@ -67,8 +68,8 @@ class Scheduler:
         self._tree = tree
         self._tiers = tiers
         self._table = table
-        self._max_scored_rows = max_scored_rows
-        self._on_fault = on_fault
+        self._chunks = Chunks(tree, tiers, max_scored_rows=max_scored_rows)
+        self.on_fault = on_fault
         self.budget = ChunkBudget(config)
         self._forecast = GrowthForecast(pool.page_size)
         self._room = Room(tree, table, self._forecast)
@@ -176,40 +177,30 @@ class Scheduler:
         self._step += 1
         self._now = now
         plan = StepPlan()
-        if self._shares is not None and self.running and self._step >= self._next_way:
-            self._make_way(self._shares)
+        self._make_way()
         self._plan_decodes(plan)
         prefills: list[SequenceState] = []
         if len(plan.decodes) < len(self.running):
             prefills = [s for s in reversed(self.running) if s.status is Status.PREFILL]
-            prefills.sort(key=_is_answering)  # the best is last; short chunks before it
-        head = self._next_waiting()
-        prompts = prefills or ([] if head is None else [head])
-        self._plan_chunks(plan, prefills, self.budget.limit(plan.decodes, prompts, now))
+        self.plan_prompts(plan, prefills)
         self.budget.note(plan)
         return plan
 
-    def wants_plan(self, plan: StepPlan) -> bool:
-        """Whether the step after `plan` is for others, too, than for those that it samples."""
-        sampled = {sequence.arrival for sequence in plan.decodes}
-        sampled.update(chunk.sequence.arrival for chunk in plan.chunks if chunk.is_sampling)
-        if any(sequence.arrival not in sampled for sequence in self.running):
-            return True
-        head = self._next_waiting()
-        if head is None:
-            return False
-        if self._shares is not None and self._step + 1 >= self._next_way:
-            return True
-        if self._table.num_free == 0:
-            return False
-        arrival, step = self._blocked or (-1, 0)
-        return arrival != head.arrival or self._step + 1 - step >= RETRY_STEPS
+    def begin_ahead(self, num_decodes: int, *, now: float) -> bool:
+        """Whether the step after one that is not committed may be planned, with so many decodes.
 
-    def reserve(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Pages for tokens that are not known yet; False when there are none to be had."""
-        lease = sequence.lease
+        False: somebody has to be preempted, or they take turns. Until `join`, nothing of whoever
+        has a row in flight is changed. What follows for each of its rows, in order: `reserve` or
+        `resume`; then `plan_prompts`.
+        """
+        self._now = now
+        return num_decodes <= self._config.token_budget and self._make_way(may_preempt=False)
+
+    def reserve(self, sequence: SequenceState) -> bool:
+        """A page for a token that is not known yet; False when there is none to be had."""
+        lease, num_tokens = sequence.lease, sequence.num_tokens + 1
         assert lease is not None
-        if num_tokens > len(lease.page_ids) * self._tree.page_size:
+        if num_tokens > max(sequence.steady_end, len(lease.page_ids) * self._tree.page_size):
             try:
                 pages = self._tree.reserve(lease, num_tokens)
             except PagesExhausted:
@@ -217,18 +208,37 @@ class Scheduler:
             self._table.page_table[sequence.row, : len(pages)] = pages
         return True
 
-    def join(self, sequences: Sequence[SequenceState], *, now: float) -> StepPlan:
-        """The step that was launched for these: who has become one token longer and can go on.
+    def resume(self, sequence: SequenceState) -> bool:
+        """Of one that decodes and has no row in flight, as tokens were forced: they are a chunk."""
+        if sequence.status is Status.DECODE:
+            settle(self._tree, sequence)
+            is_behind = sequence.num_leased != sequence.num_tokens
+            if is_behind and not self._extend(sequence, may_preempt=False):
+                return False
+            sequence.status = Status.PREFILL
+        return True
 
-        Its tokens are claimed as `plan` does; whoever is not in the plan, its row counts nothing.
+    def plan_prompts(self, plan: StepPlan, prefills: list[SequenceState]) -> None:
+        """Chunks of `prefills`, which come by rank, the best last, and of who can be admitted."""
+        prefills.sort(key=_is_answering)  # short chunks before prompts
+        head = self._next_waiting()
+        prompts = prefills or ([] if head is None else [head])
+        self._plan_chunks(plan, prefills, self.budget.limit(plan.decodes, prompts, self._now))
+
+    def join(self, plan: StepPlan, *, now: float) -> StepPlan:
+        """What is left of a step that was planned ahead, now that the one before is committed.
+
+        The tokens of its decodes are claimed as `plan` does; whoever is not in what is returned,
+        its rows count nothing.
         """
         self._step += 1
         self._now = now
-        plan = StepPlan()
-        self._plan_rows(plan, sequences)
-        plan.decodes = [s for s in plan.decodes if s.status is Status.DECODE]
-        self.budget.note(plan)
-        return plan
+        joined = StepPlan()
+        self._plan_rows(joined, plan.decodes)
+        joined.decodes = [s for s in joined.decodes if s.status is Status.DECODE]
+        joined.chunks = [c for c in plan.chunks if c.sequence.status is Status.PREFILL]
+        self.budget.note(joined)
+        return joined
 
     def claim(self, plan: StepPlan) -> StepPlan:
         """Claim again what `abandon` dropped; what that makes of the plan."""
@@ -240,7 +250,7 @@ class Scheduler:
                 claimed.decodes.append(sequence)
         for chunk in plan.chunks:
             if chunk.sequence.status is Status.PREFILL:
-                self._claim_chunk(claimed, chunk.sequence, chunk.num_tokens)
+                self._chunks.claim(claimed, chunk.sequence, chunk.num_tokens)
         return claimed
 
     def abandon(self, plan: StepPlan) -> None:
@@ -329,11 +339,11 @@ class Scheduler:
                 return False
             self._tree.claim(sequence.lease, 1)
         except Exception as error:  # fault boundary: one sequence
-            self._on_fault(sequence, error)
+            self.on_fault(sequence, error)
             return False
         return True
 
-    def _extend(self, sequence: SequenceState) -> bool:
+    def _extend(self, sequence: SequenceState, *, may_preempt: bool = True) -> bool:
         """Pages for the newest tokens, preempting from the worst rank up; False: itself."""
         assert sequence.lease is not None
         while True:
@@ -341,6 +351,8 @@ class Scheduler:
                 new_ids = sequence.generated[sequence.num_leased - sequence.num_tokens :]
                 self._tree.extend(sequence.lease, new_ids)
             except PagesExhausted:
+                if not may_preempt:
+                    return False
                 victim = self.running[-1]
                 self.preempt(victim)
                 if victim is sequence:
@@ -352,7 +364,7 @@ class Scheduler:
 
     def _plan_chunks(self, plan: StepPlan, prefills: list[SequenceState], budget: int) -> None:
         """Chunks of `prefills`, the last first, and of who can be admitted."""
-        num_scored, may_admit = 0, True
+        may_admit = True
         while budget > 0:
             best = prefills[-1] if prefills else None
             head = self._next_waiting() if may_admit else None
@@ -369,55 +381,16 @@ class Scheduler:
                 prefills.pop()
                 if best.status is not Status.PREFILL:  # was preempted for the head
                     continue
-            chunk = self._plan_chunk(plan, best, budget, num_scored)
+            chunk = self._plan_chunk(plan, best, budget)
             if chunk is not None:
                 budget -= chunk.num_tokens
-                num_scored += chunk.num_scored
 
-    def _plan_chunk(
-        self, plan: StepPlan, sequence: SequenceState, budget: int, num_scored: int
-    ) -> Chunk | None:
+    def _plan_chunk(self, plan: StepPlan, sequence: SequenceState, most: int) -> Chunk | None:
         try:
-            return self._claim_chunk(plan, sequence, budget, num_scored)
+            return self._chunks.claim(plan, sequence, most)
         except Exception as error:  # fault boundary: one sequence
-            self._on_fault(sequence, error)
+            self.on_fault(sequence, error)
             return None
-
-    def _claim_chunk(
-        self, plan: StepPlan, sequence: SequenceState, most: int, num_scored: int = 0
-    ) -> Chunk | None:
-        """Claim up to `most` tokens of a sequence, from where its uncomputed part begins."""
-        assert sequence.lease is not None
-        if sequence.lease.restore_end and not self._restore(sequence, sequence.lease):
-            return None  # the rest comes in the next step
-        frontier = self._tree.frontier(sequence.lease)
-        # The last token is always run: its logits are what the sequence is here for. So are the
-        # rows before a token to be scored, even where another sequence has computed them.
-        start = min(frontier, sequence.num_tokens - 1)
-        end = sequence.num_tokens - 1 if sequence.needs_grammar else sequence.num_tokens
-        if sequence.is_scoring:
-            first_row = sequence.next_scored - 1
-            start = min(start, first_row)
-            end = min(end, first_row + self._max_scored_rows - num_scored)
-        end = min(end, start + most)
-        if end <= start:
-            return None
-        chunk = Chunk(sequence, start, end, frontier)
-        if chunk.num_claimed:
-            self._tree.claim(sequence.lease, chunk.num_claimed)
-        plan.chunks.append(chunk)
-        return chunk
-
-    def _restore(self, sequence: SequenceState, lease: Lease) -> bool:
-        """Bring pages from the tiers, as many as a step may; True when all there are came."""
-        assert self._tiers is not None
-        spans, is_done = self._tiers.restore(lease, lease.restore_end)
-        for start, end, tier in spans:
-            sequence.restore(start, end, tier)
-        if is_done:
-            lease.restore_end = 0
-            sequence.explain_rest(lease, self._tree.frontier(lease))
-        return is_done
 
     def _next_waiting(self) -> SequenceState | None:
         """The first of the queue, else one whose prompt can be read while its grammar compiles."""
@@ -427,7 +400,7 @@ class Scheduler:
 
     def _preempt_idle(self, plan: StepPlan) -> bool:
         """Make room by taking the pages of one that only waits for its grammar."""
-        busy = {chunk.sequence.arrival for chunk in plan.chunks}
+        busy = {chunk.sequence.arrival for chunk in plan.chunks} | plan.in_flight.keys()
         for sequence in reversed(self.running):
             if sequence.needs_grammar and sequence.arrival not in busy:
                 self.preempt(sequence)
@@ -451,7 +424,7 @@ class Scheduler:
         except PagesExhausted:
             pass
         except Exception as error:  # fault boundary: one sequence
-            self._on_fault(sequence, error)
+            self.on_fault(sequence, error)
             return True
         self._blocked = (sequence.arrival, self._step)
         return False
@@ -482,8 +455,14 @@ class Scheduler:
         insort(self.running, sequence, key=_rank)
         return True
 
-    def _make_way(self, shares: DominantShare) -> None:
-        """Put in who is far below its share, where others far over theirs stand in the way."""
+    def _make_way(self, *, may_preempt: bool = True) -> bool:
+        """Put in who is far below its share, where others far over theirs stand in the way.
+
+        False: somebody has to be preempted for that, and may not be.
+        """
+        shares = self._shares
+        if shares is None or not self.running or self._step < self._next_way:
+            return True
         for wanting in (heads := self.waiting.heads()):
             victims = shares.victims(
                 wanting,
@@ -492,8 +471,11 @@ class Scheduler:
                 waiting=heads,
                 is_enough=partial(self._room.has_place, wanting, self.running),
             )
+            if victims and not may_preempt:
+                return False
             for victim in victims or ():
                 self.preempt(victim)
             if victims is not None and self._admit(wanting):  # a victim may be next in the queue
-                return
+                return True
         self._next_way = self._step + RETRY_STEPS
+        return True

@@ -52,7 +52,7 @@ class _Flight:
 @dataclass(frozen=True, slots=True)
 class _Ahead:
     lead: Lead
-    handle: AheadHandle
+    handle: AheadHandle | None  # None: it could not be launched
     launched_at: float
 
 
@@ -105,6 +105,14 @@ class Steps:
             self._aborted.append(sequence)
         return is_late
 
+    def fault_later(self, sequence: SequenceState, error: Exception) -> bool:
+        """Whether a step in flight has a row of it: then it ends when that is committed."""
+        flight = self._flight
+        is_late = flight is not None and any(one is sequence for one in flight.plan.sequences())
+        if is_late:
+            self._faults.setdefault(sequence.arrival, error)
+        return is_late
+
     def run(self, plan: StepPlan, start: float) -> None:
         """Compute a step and commit it; or, overlapped, take off."""
         try:
@@ -132,7 +140,9 @@ class Steps:
             if result is not None and flight.rows is not None:
                 result = _rows_of(result, flight.rows)
         except Exception as error:  # fault boundary: the rows of this plan
-            self._flight = self._ahead = None
+            ahead, self._flight, self._ahead = self._ahead, None, None
+            if ahead is not None:
+                self._scheduler.abandon(ahead.lead.plan)
             self._isolate(flight.plan, error)
         else:
             now = self._clock()
@@ -148,19 +158,19 @@ class Steps:
         if ahead is None:
             return False
         launched = ahead.lead.plan
+        if ahead.handle is None:
+            self._scheduler.abandon(launched)
+            return False
         plan = self._scheduler.join(ahead.lead.still_going(), now=now)
-        kept = {sequence.arrival for sequence in plan.decodes}
-        dropped = [s.arrival for s in launched.decodes if s.arrival not in kept]
-        self._counters.dropped_rows += len(dropped)
+        kept = {sequence.arrival for sequence in plan.sequences()}
+        dropped = [s.arrival for s in launched.sequences() if s.arrival not in kept]
+        self._counters.dropped_rows += launched.num_tokens - plan.num_tokens
         if plan.is_empty:
             self._counters.forward_tokens += launched.num_tokens
             return False
-        rows: list[int] | None = None
-        if dropped:
-            rows = [i for i, s in enumerate(launched.decodes) if s.arrival in kept]
-            plan.decodes = [launched.decodes[row] for row in rows]
+        rows = launched.sampled_rows(kept) if dropped else None
         try:
-            params = self._sampling(launched, dropped)
+            params = self._sampling(launched, dropped) if launched.num_sampled else None
             pending = ahead.handle.start(params)
         except Exception as error:  # fault boundary: the rows of this plan
             self._isolate(plan, error)
@@ -191,20 +201,23 @@ class Steps:
     def _launch_ahead(self, flight: _Flight) -> None:
         runner, start = self._ahead_runner, self._clock()
         assert runner is not None
-        lead = lead_of(flight.plan, self._scheduler, leaving=self._aborted)
+        leaving = {sequence.arrival for sequence in self._aborted} | self._faults.keys()
+        lead = lead_of(flight.plan, self._scheduler, leaving=leaving, now=start)
+        launched_at = self._clock()
+        self._counters.plan_s += launched_at - start
         if lead is None:
             return
         sources = lead.sources
         if flight.rows is not None:
-            sources = np.array(flight.rows, np.int32)[sources]
+            sources = np.array([*flight.rows, -1], np.int32)[sources]  # -1 stays
+        handle = None
         try:
             batch = self.builder.build(lead.plan, ahead=True)
             handle = runner.launch_ahead(batch, sources)
         except Exception as error:  # fault boundary: it is planned anew, and fails there
             logger.error("a step could not be launched ahead: %r", error)
-            return
-        self._ahead = _Ahead(lead, handle, start)
-        self._counters.launch_s += self._clock() - start
+        self._ahead = _Ahead(lead, handle, launched_at)
+        self._counters.launch_s += self._clock() - launched_at
 
     def _forward(self, plan: StepPlan) -> SampleResult | None:
         """Launch, fill the masks while the device works, sample.

@@ -90,7 +90,7 @@ class DelayedHandle:
     def _compute(self) -> None:
         runner, batch, sources = self._runner, self._batch, self._sources
         if sources is not None:
-            fed = np.maximum(runner.chosen[sources], 0)
+            fed = np.maximum(np.append(runner.chosen, np.int32(0))[sources], 0)
             runner.num_fed += int((sources >= 0).sum())
             batch = replace(batch, token_ids=np.where(sources >= 0, fed, batch.token_ids))
         try:
