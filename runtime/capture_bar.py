@@ -1,4 +1,4 @@
-"""A progress bar on a terminal while CUDA graphs are captured."""
+"""A progress bar on a terminal while CUDA graphs are captured and kernels are compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def capture_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """What is to be told how many are captured, of how many; None where nobody looks."""
+    """What is to be told how many are done, of how many; None where nobody looks."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -17,7 +17,7 @@ def capture_bar() -> Iterator[Callable[[int, int], None] | None]:
     from rich.console import Console
 
     columns = (
-        bars.TextColumn("capturing CUDA graphs"),
+        bars.TextColumn("preparing CUDA graphs and kernels"),
         bars.BarColumn(),
         bars.MofNCompleteColumn(),
     )

@@ -88,6 +88,7 @@ class DecodeGraphs:
         self.num_replays = 0
         self.newest: Graph | None = None  # that was replayed
         self.is_on = True  # off: every step is launched kernel by kernel
+        self._may_capture = True
         if rows:
             self._capture_all(progress)
 
@@ -170,17 +171,20 @@ class DecodeGraphs:
         )
 
     def _capture(self, rows: int, tiles: Tiles) -> None:
+        self._graphs[rows, tiles] = None
+        if not self._may_capture:
+            return
         try:
             self._graphs[rows, tiles] = self._captured(rows, tiles)
         except torch.OutOfMemoryError:
-            self._graphs[rows, tiles] = None
             logger.warning(
                 "cuda graphs: no memory for %d rows, which run without; "
                 "a smaller --memory-fraction or --max-running leaves more",
                 rows,
             )
 
-    def _captured(self, rows: int, tiles: Tiles) -> _Captured:
+    def _captured(self, rows: int, tiles: Tiles) -> _Captured | None:
+        """None when CUDA refused. What the kernels raise without a capture is raised."""
         staging = self._staging
         assert staging is not None
         arrays = self._empty_arrays(rows)
@@ -205,8 +209,18 @@ class DecodeGraphs:
         done = self._device.event()
         done.record()
         done.synchronize()
-        kept.append(self._logits_of(warm.pop())[:rows])
-        return _Captured(self._device.capture(step), layout, views, kept[0])
+        example = warm.pop()
+        kept.append(self._logits_of(example)[:rows])
+        self._device.submit(lambda: kept[0].copy_(example))  # loads the kernel of the copy
+        try:
+            graph = self._device.capture(step)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # steps run without, which only takes longer
+            self._may_capture = False
+            logger.error("cuda graphs: %d rows were not captured, no more are: %s", rows, error)
+            return None
+        return _Captured(graph, layout, views, kept[0])
 
     def _logits_of(self, example: Tensor) -> Tensor:
         """Memory for logits like these: that of the largest graph so far."""

@@ -9,6 +9,7 @@ before. A step of decodes only replays a graph (`cuda_graphs`), others launch ke
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,17 +29,30 @@ from palmette.kernels.cuda.streamed_pool import StreamedKVPool
 from palmette.kernels.cuda.triton_attention import AttentionPlan, TritonAttention
 
 from .cuda_graphs import GRAPH_ROWS, CaptureProgress, DecodeGraphs
+from .cuda_warmup import warm_up
+from .faults import SequenceFault
 from .models.decoder import LoadTensor
 from .models.fused_decoder import FusedDecoder
 from .models.matrix_loader import LoadMatrix, matrices_of
 from .models.shard import ALONE, Group, cut_weight, shard_config
+from .request import ErrorInfo
 
 if TYPE_CHECKING:  # readers of files, which random weights do not need
     from .cuda_weights import CudaWeights
     from .weights import Checkpoint
 
+logger = logging.getLogger(__name__)
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _KV_DTYPES = {**_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+class DeviceLost(SequenceFault):
+    """CUDA runs nothing more in this process."""
+
+    def __init__(self) -> None:
+        message = "cuda: the device was lost; the engine has to be started anew"
+        super().__init__(ErrorInfo(code="unavailable", message=message))
 
 
 class CudaRunner:
@@ -52,6 +66,7 @@ class CudaRunner:
     name, on the device in dtype; None reads the checkpoint's; load_matrix: gives matrices instead.
     attention: triton or flashinfer. sampling: triton or flashinfer, whose kernels filter by top_k
     and top_p. progress: told how many graphs are captured, of how many. group: whose rank this is.
+    warm: launch every kernel once, so that none is compiled while requests wait.
 
     Raises:
         ValueError: a weight is not finite or a shape is not supported by the kernels.
@@ -79,6 +94,7 @@ class CudaRunner:
         load_matrix: LoadMatrix | None = None,
         progress: CaptureProgress | None = None,
         group: Group = ALONE,
+        warm: bool = False,
     ) -> None:
         config = shard_config(checkpoint.config, group.size)
         self._device: Device = CudaDevice() if device is None else device
@@ -143,7 +159,11 @@ class CudaRunner:
                 max_positions=self._max_positions,
                 progress=progress,
             )
-            self.eager_steps = 0
+        self.eager_steps = 0
+        self._lost: DeviceLost | None = None
+        if warm:
+            warm_up(self, max_positions=self._max_positions, progress=progress)
+            self.eager_steps = self.graphs.num_replays = 0
 
     @property
     def graph_replays(self) -> int:
@@ -160,11 +180,28 @@ class CudaRunner:
         return self.launch_ahead(batch, None)
 
     def launch_ahead(self, batch: ForwardBatch, sources: Int32Array | None) -> DeviceLogits:
-        """As `launch`, with the ids of some rows from the newest choice: see `AheadRunner`."""
+        """As `launch`, with the ids of some rows from the newest choice: see `AheadRunner`.
+
+        Raises DeviceLost once an error has ended all work on the device, whosever step it was.
+        """
+        if self._lost is not None:
+            raise self._lost
         if sources is None:
             sources = np.full(batch.num_tokens, -1, np.int32)
         self._check(batch, sources)
         plan = self._attention.prepare(batch)
+        try:
+            return self._enqueue(batch, plan, sources)
+        except Exception as error:
+            if self._device.is_lost():
+                logger.critical("cuda: the device was lost: %s", error)
+                self._lost = DeviceLost()
+                raise self._lost from error
+            raise
+
+    def _enqueue(
+        self, batch: ForwardBatch, plan: AttentionPlan, sources: Int32Array
+    ) -> DeviceLogits:
         with torch.inference_mode():
             found = self.graphs.replay(batch, plan, sources)
             if found is None:

@@ -309,6 +309,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
                 attention=chosen.name,
                 sampling=sampling,
                 graph_rows=graph_rows_up_to(config.scheduler.max_running),
+                warm=True,
             )
 
     def workspace(checkpoint: Checkpoint) -> int:

@@ -102,6 +102,9 @@ class QueueDevice:
     def memory_used(self) -> int:
         return 0
 
+    def is_lost(self) -> bool:
+        return False
+
     def finish(self) -> None:
         """Run everything, as a device does in time."""
         while any(self.queues):

@@ -287,7 +287,7 @@ def _sampler() -> Variant:
         },
         constants={"BLOCK": MAX_BLOCK},
         options={"num_warps": NUM_WARPS},
-        scalars=("mask_stride",),
+        scalars=("mask_stride", "out_logprobs"),
         needs_wide_loads=True,
         in_short_list=True,
     )

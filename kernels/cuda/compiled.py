@@ -26,7 +26,7 @@ class Variant:
     types: Mapping[str, str]  # run-time arguments
     constants: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
-    scalars: tuple[str, ...] = ()  # integers that need not be multiples of 16
+    scalars: tuple[str, ...] = ()  # integers, and pointers, that need not be multiples of 16
     needs_tensor_core: bool = False
     needs_wide_loads: bool = False  # it streams: 128 bits at a time
     in_short_list: bool = False
@@ -55,7 +55,7 @@ def compile_variant(variant: Variant, capability: int) -> Report:
     aligned = [
         name
         for name, kind in variant.types.items()
-        if kind.startswith("*") or (kind == "i32" and name not in variant.scalars)
+        if name not in variant.scalars and (kind.startswith("*") or kind == "i32")
     ]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(

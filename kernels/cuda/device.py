@@ -7,7 +7,9 @@ by running their function again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +67,10 @@ class Device(Protocol):
         """Bytes of device memory that this process holds."""
         ...
 
+    def is_lost(self) -> bool:
+        """Whether an error has ended all work on the device: only a new process can use it."""
+        ...
+
 
 class _CudaEvent:
     def __init__(self, stream: Any) -> None:
@@ -78,14 +84,27 @@ class _CudaEvent:
         self.event.synchronize()
 
 
+class _CudaGraph:
+    def __init__(self, device: CudaDevice, graph: Any) -> None:
+        self._device, self._graph = device, graph
+
+    def replay(self) -> None:
+        self._device.submit(self._graph.replay)
+
+
 class CudaDevice:
-    """Implements `Device` on the current CUDA device and its current stream, or on `stream`."""
+    """Implements `Device` on the current CUDA device and its current stream, or on `stream`.
+
+    Which device and stream are current is a matter of each thread: whichever thread submits work,
+    it goes to those of the thread that made this object.
+    """
 
     def __init__(self, stream: Any = None) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.current_stream() if stream is None else stream
-        self._is_side = stream is not None
         self._pool: Any = None  # memory that all graphs share
+        self._capture_stream: Any = None
+        self._broken: list[Any] = []  # graphs that the allocator may still ask
 
     def host_buffer(self, num_words: int) -> Tensor:
         return torch.empty(num_words, dtype=torch.int32, pin_memory=True)
@@ -94,11 +113,14 @@ class CudaDevice:
         self.submit(lambda: target.copy_(source, non_blocking=True))
 
     def submit(self, work: Callable[[], object]) -> None:
-        if self._is_side:
+        if (
+            torch.cuda.current_device() == self.torch_device.index
+            and torch.cuda.current_stream() == self._stream
+        ):
+            work()
+        else:
             with torch.cuda.stream(self._stream):
                 work()
-        else:
-            work()
 
     def event(self) -> Event:
         return _CudaEvent(self._stream)
@@ -111,15 +133,52 @@ class CudaDevice:
         return CudaDevice(torch.cuda.Stream(self.torch_device))
 
     def capture(self, function: Callable[[], None]) -> Graph:
-        graph = torch.cuda.CUDAGraph()
+        """What other threads ask of CUDA meanwhile does not end the capture."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
-            function()
-        return graph
+            self._capture_stream = torch.cuda.Stream(self.torch_device)
+        graph = torch.cuda.CUDAGraph()
+        recording = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._capture_stream, capture_error_mode="thread_local"
+        )
+        try:
+            # The stream outside is what torch does not go back to when a capture is broken off.
+            with torch.cuda.stream(self._stream), _no_collection(), recording:
+                function()
+        except BaseException:
+            self._give_up(graph)
+            raise
+        return _CudaGraph(self, graph)
+
+    def _give_up(self, graph: Any) -> None:
+        """When CUDA breaks a capture off, torch's allocator stays in it and refers to the graph."""
+        try:
+            torch._C._cuda_endAllocateToPool(self.torch_device.index, self._pool)
+        except RuntimeError:
+            return  # it has ended as it should
+        self._broken.append(graph)
 
     def memory_used(self) -> int:
         return torch.cuda.memory_reserved(self.torch_device)
+
+    def is_lost(self) -> bool:
+        try:
+            torch.cuda.synchronize(self.torch_device)
+        except RuntimeError:
+            return True
+        return False
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A tensor or graph that the collector frees may call what a capture forbids."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _HostEvent:
@@ -164,3 +223,6 @@ class HostDevice:
 
     def memory_used(self) -> int:
         return 0
+
+    def is_lost(self) -> bool:
+        return False

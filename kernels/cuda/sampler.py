@@ -98,7 +98,9 @@ def _kept_weights(
     return token, weight, tl.sum(is_tie.to(tl.int32), axis=0)
 
 
-@triton.jit
+# Where logprobs begin depends on the number of rows, and a stride is that of masks or of nothing:
+# neither may make it another kernel, which would be compiled while requests wait.
+@triton.jit(do_not_specialize=["mask_stride"], do_not_specialize_on_alignment=["out_logprobs"])
 def sample_kernel(
     raw, edited, masks, has_masks, targets, temperatures, top_ks, top_ps, min_ps, randoms,
     wants_logprob, out_ids, out_logprobs, vocab_size, raw_stride, edited_stride, mask_stride,

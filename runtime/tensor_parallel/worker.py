@@ -62,6 +62,7 @@ def build_rank(
             attention=options.attention,
             graph_rows=graph_rows_up_to(options.max_running),
             group=group,
+            warm=True,
         ), group
     from palmette.runtime.torch_runner import TorchRunner
 

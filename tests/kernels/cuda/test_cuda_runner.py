@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from palmette.kernels.sampling import SampleBatch, sample_rows
 from palmette.runtime.cuda_graphs import graph_bytes, graph_rows_up_to
+from palmette.runtime.cuda_runner import DeviceLost
 from palmette.runtime.torch_runner import TorchRunner
 from palmette.runtime.weights import open_checkpoint
 
@@ -160,6 +161,56 @@ def test_graphs_for_which_there_is_no_memory_are_done_without(
     for parts in ({"a": PROMPT[:1], "b": PROMPT[:1]}, {"a": PROMPT[1:2]}):
         runner.launch(driver.batch(parts))
     assert (runner.graph_replays, runner.eager_steps) == (1, 1)
+
+
+def test_after_a_capture_that_cuda_refuses_steps_run_without(
+    tiny_models: Any, runner_of: Any, fake_devices: Any, model_driver: Any, caplog: Any
+) -> None:
+    class Refusing(fake_devices.RecordingDevice):  # type: ignore[misc]
+        def capture(self, function: Any) -> Any:
+            if self.calls.count("capture") == 1:
+                self.calls.append("refused")
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().capture(function)
+
+    device = Refusing()
+    runner, _ = runner_of(tiny_models.directory("llama"), graph_rows=(1, 2), device=device)
+    assert device.calls.count("capture") == device.calls.count("refused") == 1
+    assert "1 rows were not captured, no more are: operation not permitted" in caplog.text
+    driver = model_driver(runner)
+    for names in ("ab", "a"):
+        runner.launch(driver.batch({name: [5] for name in names}))
+    assert (runner.graph_replays, runner.eager_steps) == (1, 1)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_lost_device_fails_every_later_step_alike(
+    is_lost: bool, tiny_models: Any, runner_of: Any, fake_devices: Any, model_driver: Any
+) -> None:
+    class Failing(fake_devices.RecordingDevice):  # type: ignore[misc]
+        fails = False
+
+        def submit(self, work: Any) -> None:
+            if self.fails:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            super().submit(work)
+
+        def is_lost(self) -> bool:
+            return is_lost
+
+    device = Failing()
+    runner, _ = runner_of(tiny_models.directory("llama"), device=device)
+    batch = model_driver(runner).batch({"a": [5]})
+    device.fails = True
+    with pytest.raises(RuntimeError, match="device was lost" if is_lost else "illegal memory"):
+        runner.launch(batch)
+    device.fails = False
+    if is_lost:
+        with pytest.raises(DeviceLost) as raised:
+            runner.launch(batch)
+        assert raised.value.info.code == "unavailable"
+    else:
+        assert len(runner.launch(batch).logits) == 1
 
 
 def test_steps_that_fit_no_graph_run_without(
