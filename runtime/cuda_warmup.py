@@ -55,6 +55,7 @@ def warm_up(
     Raises what a kernel raises that this device cannot run.
     """
     started = time.monotonic()
+    logger.info("cuda: every kernel is launched once; one that is in no cache is compiled first")
     batches = list(steps(runner.pool, max_positions))
     for done, batch in enumerate(batches):
         if progress is not None:
@@ -73,7 +74,7 @@ def warm_up(
 def steps(pool: KVPool, max_positions: int) -> Iterator[ForwardBatch]:
     """Prompts, decodes, both, and decodes over shared pages, as far as the pool holds them."""
     decodes = (_Part(start=1, num_new=1), _Part(start=2, num_new=1))
-    forks = (_Part(SPLIT, 1, shared=SPLIT), _Part(SPLIT + 1, 1, shared=SPLIT))
+    forks = [_Part(SPLIT + i, 1, shared=SPLIT) for i in range(3)]  # enough for any cascade
     prompt = _Part(start=0, num_new=2)
     for parts in (
         *([_Part(start=0, num_new=length)] for length in _PROMPTS),

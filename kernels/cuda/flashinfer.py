@@ -8,7 +8,7 @@ pages take a cascade of them (`cascade`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,10 @@ class FlashInferAttention:
             device,
             use_tensor_cores=num_heads // self._num_kv_heads not in (1, 2, 3),
         )
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._make_event: Callable[[], Any] | None = (
+            torch.cuda.Event if device.type == "cuda" else None
+        )
+        self._copied: dict[int, Any] = {}  # by wrapper: its last plan has left its host buffers
         self._active: list[Any] = []
         self._views: Mapping[str, Tensor] = {}
 
@@ -214,9 +217,11 @@ class FlashInferAttention:
         self, wrapper: Any, qo_indptr: Tensor | None, level: Level, page_ids: Tensor, **extra: bool
     ) -> None:
         """qo_indptr: None for kernels of decodes. Index arrays that it reads on the host are given
-        there: from the device they would be waited for."""
-        if self._copied is not None:
-            self._copied.synchronize()  # its host buffers hold the last plan until it is copied
+        there: from the device they would be waited for. So would another wrapper's plan of this
+        step, which lies behind the step that is computed now: each has host buffers of its own."""
+        copied = self._copied.get(id(wrapper))
+        if copied is not None:
+            copied.synchronize()
         rows = () if qo_indptr is None else (qo_indptr,)
         kind = self.pool.keys(0).dtype
         wrapper.plan(
@@ -233,8 +238,10 @@ class FlashInferAttention:
             kv_data_type=kind,
             **extra,
         )
-        if self._copied is not None:
-            self._copied.record()
+        if copied is None and self._make_event is not None:
+            copied = self._copied[id(wrapper)] = self._make_event()
+        if copied is not None:
+            copied.record()
 
 
 class _Wrappers:

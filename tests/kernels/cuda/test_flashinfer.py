@@ -72,6 +72,28 @@ def test_it_plans_once_a_step_and_runs_once_a_layer() -> None:
     assert [wrapper.calls for wrapper in wrappers] == [["plan", "run", "run"]] * 2
 
 
+def test_a_plan_waits_for_the_same_wrappers_last_one_alone() -> None:
+    """The other levels' plans of the step lie behind the step before, which is still computed."""
+    case = CASES["shared"]
+    attention = flashinfer.FlashInferAttention(poisoned_pool(case), num_heads=case.heads)
+    calls: list[tuple[str, int]] = []
+
+    class Event:
+        def record(self) -> None:
+            calls.append(("record", id(self)))
+
+        def synchronize(self) -> None:
+            calls.append(("wait", id(self)))
+
+    attention._make_event = Event
+    attention.plan(make_batch(case))
+    (_, shared), (_, own) = calls
+    assert shared != own and [what for what, _ in calls] == ["record", "record"]
+    calls.clear()
+    attention.plan(make_batch(case))
+    assert calls == [(what, event) for event in (shared, own) for what in ("wait", "record")]
+
+
 @pytest.mark.parametrize("share", [True, False])
 def test_a_replay_reads_the_buffers_of_its_graph(
     share: bool, tiny_models: Any, model_driver: Any, monkeypatch: pytest.MonkeyPatch
