@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from palmette.kernels.cuda.needs import FLASHINFER_HEAD_DIMS, flashinfer_lacks, is_installed
+from palmette.kernels.cuda.needs import (
+    FLASHINFER_HEAD_DIMS,
+    flashinfer_lacks,
+    is_installed,
+    triton_lacks,
+)
 from palmette.kernels.kv_dtype import SCALED_KV_DTYPES
 
 from .config import EngineConfig
@@ -28,10 +33,11 @@ def resolve(config: EngineConfig, *, has: Callable[[str], bool] = is_installed) 
         ValueError: what was asked for is not here, or does not go with the rest.
     """
     wanted = config.attention
-    if not has("triton"):
+    lacks = triton_lacks(has)
+    if lacks is not None:
         if wanted != "auto":
-            raise ValueError("attention: triton is not installed; pip install 'palmette[cuda]'")
-        return AttentionChoice(name="reference", reason="triton is not installed")
+            raise ValueError(f"attention: {lacks}")
+        return AttentionChoice(name="reference", reason=lacks)
     if wanted == "triton":
         return AttentionChoice(name="triton", reason="as given")
     if config.deterministic:

@@ -34,6 +34,9 @@ from .weights import Checkpoint
 
 logger = logging.getLogger(__name__)
 
+MIN_CAPABILITY = 80  # of a CUDA device: bf16 in its matrix instructions
+_NO_DRIVER = "no driver is installed"
+
 
 class StepHandle(Protocol):
     def sample(self, params: SampleBatch) -> SampleResult:
@@ -144,7 +147,7 @@ def _one_rank(config: EngineConfig) -> RunnerChoice:
     has_cuda = config.device != "cpu" and _cuda_available()
     if config.device == "cuda" and not has_cuda:
         raise ValueError(
-            "device: cuda was asked for, but torch sees no CUDA device; "
+            f"device: cuda was asked for, but torch sees no CUDA device: {why_no_cuda()}; "
             "install 'palmette[cuda]' and a driver, or use --device cpu"
         )
     if has_cuda:
@@ -259,7 +262,7 @@ def _native_choice(config: EngineConfig) -> RunnerChoice:
         name="native",
         device="cpu",
         weights=weights,
-        reason="no CUDA device was found" if config.device == "auto" else "as given",
+        reason=_why_cpu() if config.device == "auto" else "as given",
         weight_bytes=partial(kept_bytes, weights),
         weights_name=partial(kept_name, weights),
         kv_dtype=partial(kv_dtype_of, config.kv_dtype, weights),
@@ -270,12 +273,18 @@ def _native_choice(config: EngineConfig) -> RunnerChoice:
 def _cuda_choice(config: EngineConfig) -> RunnerChoice:
     from .cuda_weights import activations_of, check_weights, cuda_weights, kept_bytes, kept_name
 
+    capability = _cuda_capability()
+    if capability < MIN_CAPABILITY:
+        reason = f"the device is sm_{capability}, and the kernels need sm_{MIN_CAPABILITY}"
+        if config.runner == "cuda":
+            raise ValueError(f"runner: {reason}; use --runner torch, or --device cpu")
+        return _torch_choice(config, device="cuda", reason=reason)
     attention = resolve(config, has=_is_installed)
     sampling = resolve_sampling(config, has=_is_installed)
     if attention.name == "reference":
         reason = f"{attention.reason}, so attention is torch's reference, which is slow"
         if config.runner == "cuda":
-            raise ValueError("attention: triton is not installed; pip install 'palmette[cuda]'")
+            raise ValueError(f"attention: {attention.reason}")
         return _torch_choice(config, device="cuda", reason=reason)
     weights = cuda_weights(config.weights)
     dtype = activations_of(weights)
@@ -411,6 +420,12 @@ def _cuda_bytes() -> Callable[[], int]:
     return cuda_available_bytes
 
 
+def _cuda_capability() -> int:
+    from .torch_runner import cuda_capability
+
+    return cuda_capability()
+
+
 def _num_cuda_devices() -> int:
     from .torch_runner import cuda_num_devices
 
@@ -418,13 +433,24 @@ def _num_cuda_devices() -> int:
 
 
 def _cuda_available() -> bool:
-    """Ask the driver before torch: importing torch costs seconds where there is no device."""
+    return why_no_cuda() is None
+
+
+def _why_cpu() -> str:
+    """Of a machine with a driver, why its device is not taken."""
+    why = why_no_cuda()
+    return "no CUDA device was found" + ("" if why in (None, _NO_DRIVER) else f": {why}")
+
+
+def why_no_cuda() -> str | None:
+    """None where there is a device. The driver is asked for before torch: importing torch costs
+    seconds where there is none."""
     if find_spec("torch") is None:
-        return False
+        return "torch is not installed"
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return False
-    from .torch_runner import cuda_is_available
+        return _NO_DRIVER
+    from .torch_runner import cuda_obstacle
 
-    return cuda_is_available()
+    return cuda_obstacle()

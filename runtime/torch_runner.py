@@ -112,6 +112,35 @@ def cuda_is_available() -> bool:
     return torch.cuda.is_available()
 
 
+def cuda_obstacle() -> str | None:
+    """Why torch sees no CUDA device, in one line; None when it sees one."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as error:  # a driver too old says so
+        return str(error).strip().splitlines()[0]
+    return "the driver shows none; see CUDA_VISIBLE_DEVICES"
+
+
+def cuda_capability() -> int:
+    """Of the current device: 80, 89, 90, ..."""
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def cuda_description() -> str:
+    """The current device, and what torch was built for."""
+    _, total = torch.cuda.mem_get_info()
+    others = torch.cuda.device_count() - 1
+    return (
+        f"{torch.cuda.get_device_name()}, {total / 2**30:.1f} GiB, sm_{cuda_capability()}"
+        f"{f', and {others} more' if others else ''}; torch for CUDA {torch.version.cuda}"
+    )
+
+
 def cuda_num_devices() -> int:
     return torch.cuda.device_count()
 

@@ -18,7 +18,7 @@ from palmette.runtime.attention import resolve
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.memory import available_bytes
 from palmette.runtime.model_store import cached
-from palmette.runtime.runner import select_runner
+from palmette.runtime.runner import select_runner, why_no_cuda
 
 from .output import table_console
 
@@ -58,6 +58,7 @@ def findings() -> Iterable[tuple[str, str, bool]]:
     yield "cpu", f"{_cores()} cores; {' '.join(_cpu_flags()) or 'no known vector extension'}", True
     yield "memory", f"{available_bytes() / _GIB:.1f} GiB available", True
     yield _checked("native kernels", _native)
+    yield _checked("cuda", _cuda)
     yield _checked("runner", _runner)
     yield _checked("attention on cuda", _attention)
     for extra, packages in _EXTRAS.items():
@@ -93,6 +94,15 @@ def _native() -> str:
     from palmette.kernels.cpu import build
 
     return build.describe()
+
+
+def _cuda() -> str:
+    why = why_no_cuda()
+    if why is not None:
+        return why
+    from palmette.runtime.torch_runner import cuda_description
+
+    return cuda_description()
 
 
 def _runner() -> str:

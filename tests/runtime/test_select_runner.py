@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with a CUDA device; `having` says which packages it has."""
     monkeypatch.setattr(runner, "_cuda_available", lambda: True)
     monkeypatch.setattr(runner, "_cuda_bytes", lambda: lambda: 10**9)
+    monkeypatch.setattr(runner, "_cuda_capability", lambda: 90)
+    monkeypatch.setattr(needs, "has_c_compiler", lambda: True)
     return monkeypatch
 
 
@@ -46,6 +49,78 @@ def test_triton_where_bits_must_not_depend_on_the_batch(machine: pytest.MonkeyPa
     assert (choice.name, choice.device, choice.weights) == ("cuda", "cuda", "bf16")
     assert "triton" in choice.reason and "bits" in choice.reason
     assert choice.available_bytes() == 10**9
+
+
+def test_devices_before_ampere_take_torch(machine: pytest.MonkeyPatch) -> None:
+    having(machine, "torch", "triton")
+    machine.setattr(runner, "_cuda_capability", lambda: 75)
+    choice = runner.select_runner(EngineConfig())
+    assert (choice.name, choice.device) == ("torch", "cuda")
+    assert choice.reason == "the device is sm_75, and the kernels need sm_80"
+    with pytest.raises(ValueError, match="sm_75, and the kernels need sm_80; use --runner torch"):
+        runner.select_runner(EngineConfig(runner="cuda"))
+
+
+def test_triton_needs_a_compiler(machine: pytest.MonkeyPatch) -> None:
+    having(machine, "torch", "triton")
+    machine.setattr(needs, "has_c_compiler", lambda: False)
+    choice = runner.select_runner(EngineConfig())
+    assert (choice.name, choice.device) == ("torch", "cuda")
+    assert "triton needs a C compiler" in choice.reason
+    for wanted in ({"runner": "cuda"}, {"attention": "triton"}):
+        with pytest.raises(ValueError, match="attention: triton needs a C compiler"):
+            runner.select_runner(EngineConfig(**wanted))
+
+
+def test_a_c_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(needs.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    (tmp_path / "Python.h").touch()
+    assert not needs.has_c_compiler()
+    compiler = tmp_path / "clang"
+    compiler.touch(mode=0o755)
+    assert needs.has_c_compiler()
+    (tmp_path / "Python.h").unlink()
+    assert not needs.has_c_compiler()
+
+
+def test_why_a_device_is_not_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver too old for torch is no reason to take the CPU in silence."""
+    monkeypatch.setattr(runner, "why_no_cuda", lambda: "The NVIDIA driver is too old")
+    with pytest.raises(ValueError, match="no CUDA device: The NVIDIA driver is too old; install"):
+        runner.select_runner(EngineConfig(device="cuda"))
+    assert runner._why_cpu() == "no CUDA device was found: The NVIDIA driver is too old"
+    monkeypatch.setattr(runner, "why_no_cuda", lambda: runner._NO_DRIVER)
+    assert runner._why_cpu() == "no CUDA device was found"
+
+
+@pytest.mark.parametrize(
+    ("built_for", "error", "expected"),
+    [
+        (None, None, "is built without CUDA"),
+        ("13.0", RuntimeError("The NVIDIA driver is too old\nPlease update"), "driver is too old"),
+        ("13.0", None, "see CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_torch_tells_why_it_sees_no_device(
+    built_for: str | None,
+    error: Exception | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    from palmette.runtime.torch_runner import cuda_obstacle
+
+    def init() -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    found = cuda_obstacle()
+    assert found is not None and expected in found and "\n" not in found
 
 
 def test_flashinfer_first_where_they_may(machine: pytest.MonkeyPatch) -> None:
