@@ -81,7 +81,7 @@ class EngineConfig:
     tensor_parallel: int = 1  # ranks that share each layer: CUDA devices, or processes with torch
     page_size: int = 16
     kv_tokens: int | None = None
-    memory_fraction: float = 0.25
+    memory_fraction: float | None = None  # None: 0.25, and 0.85 on a GPU, which is the engine's own
     context_length: int | None = None  # None: the model's own
     threads: int | None = None  # None: the cores this process may use
     eviction_policy: str = "lru"  # lru, lfu, slru, priority, program
@@ -106,7 +106,7 @@ class EngineConfig:
                 f"tensor_parallel: {self.tensor_parallel} is out of range; must be >= 1"
             )
         for name in ("memory_fraction", "tenant_share"):
-            if not 0.0 < getattr(self, name) <= 1.0:
+            if getattr(self, name) is not None and not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(
                     f"{name}: {getattr(self, name)} is out of range; must be in (0, 1]"
                 )

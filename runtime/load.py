@@ -93,6 +93,7 @@ def _load(config: EngineConfig, path: Path, backend: GrammarBackend) -> Engine:
         weight_bytes=choice.weight_bytes(checkpoint),
         kv_dtype=choice.kv_dtype(checkpoint),
         available_bytes=max(0, choice.available_bytes() - choice.workspace_bytes(checkpoint)),
+        default_fraction=choice.memory_fraction,
     )
     logger.info("%s", plan.describe())
     runner = choice.build(checkpoint, plan.kv_tokens // config.page_size)

@@ -18,6 +18,8 @@ from .config import EngineConfig
 from .models.config import ModelConfig
 
 MIB = 1024 * 1024
+SHARED_FRACTION = 0.25  # of memory that others use as well
+OWN_FRACTION = 0.85  # of a GPU: the rest is for libraries, compiled kernels and fragments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +71,9 @@ def plan_memory(
     weight_bytes: int,
     kv_dtype: KVDtype,
     available_bytes: int,
+    default_fraction: float = SHARED_FRACTION,
 ) -> MemoryPlan:
-    """Size the KV pool.
+    """Size the KV pool; default_fraction: where the configuration names none.
 
     Raises:
         ValueError: when not even one request of the full context fits, or a given `kv_tokens`
@@ -78,6 +81,7 @@ def plan_memory(
     """
     per_token = kv_bytes_per_token(model, kv_dtype=kv_dtype)
     free = max(0, available_bytes - weight_bytes)
+    fraction = default_fraction if config.memory_fraction is None else config.memory_fraction
     if config.kv_tokens is not None:
         tokens, reason = config.kv_tokens, "as given"
         if tokens * per_token > free:
@@ -86,11 +90,11 @@ def plan_memory(
                 f"{free / MIB:.0f} MiB are free beside the weights; lower kv_tokens"
             )
     else:
-        by_memory = int(free * config.memory_fraction) // per_token
+        by_memory = int(free * fraction) // per_token
         by_use = config.scheduler.max_running * context_length
         tokens = min(by_memory, by_use)
         reason = (
-            f"{config.memory_fraction:.0%} of the free memory"
+            f"{fraction:.0%} of the free memory"
             if by_memory < by_use
             else f"{config.scheduler.max_running} full contexts"
         )

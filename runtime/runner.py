@@ -28,7 +28,7 @@ from palmette.kernels.sampling import SampleBatch, SampleResult
 from .attention import for_model, resolve, resolve_sampling
 from .capture_bar import capture_bar
 from .config import EngineConfig
-from .memory import available_bytes, workspace_bytes
+from .memory import OWN_FRACTION, SHARED_FRACTION, available_bytes, workspace_bytes
 from .models.shard import shard_config
 from .weights import Checkpoint
 
@@ -118,6 +118,7 @@ class RunnerChoice:
     weights_name: Callable[[Checkpoint], str] | None = None  # more than `weights`, for /server_info
     available_bytes: Callable[[], int] = available_bytes  # memory of the device
     workspace_bytes: Callable[[Checkpoint], int] = lambda _: 0  # beside the weights and the pool
+    memory_fraction: float = SHARED_FRACTION  # of what is left, for K and V
     num_devices: int = 1  # that hold a part of the weights and of K and V each
 
 
@@ -331,7 +332,13 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         step = workspace_bytes(
             model, token_budget=scheduler.token_budget, max_running=scheduler.max_running
         )
-        return step + graph_bytes(model, graph_rows_up_to(scheduler.max_running)) + CHUNK_BYTES
+        graphs = graph_bytes(model, graph_rows_up_to(scheduler.max_running))
+        wrappers = 0
+        if attention.name == "flashinfer":
+            from palmette.kernels.cuda.flashinfer import flashinfer_bytes
+
+            wrappers = flashinfer_bytes()
+        return step + graphs + wrappers + 2 * CHUNK_BYTES  # a chunk is gathered, then in order
 
     return RunnerChoice(
         name="cuda",
@@ -344,6 +351,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         build=build,
         available_bytes=_cuda_bytes(),
         workspace_bytes=workspace,
+        memory_fraction=OWN_FRACTION,
     )
 
 

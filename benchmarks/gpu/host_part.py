@@ -44,7 +44,7 @@ def main() -> int:
         )  # fmt: skip
         for rows in ROWS:
             batch = decode_batch([CONTEXT] * rows, PAGE, num_pages=runner.pool.num_pages)
-            params = sampling(rows, temperature=0.0)
+            params = sampling(batch, temperature=0.0)
             launch = host_ms(lambda b=batch, r=runner: r.launch(b))
             step = wall_ms(lambda b=batch, r=runner, p=params: r.launch(b).sample(p))
             if has_graphs:

@@ -29,6 +29,7 @@ from measure import (
     weight_bytes,
 )
 
+from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.sampling import SampleBatch
 from palmette.runtime.cuda_runner import CudaRunner
 
@@ -46,7 +47,10 @@ if DRY:
     ROWS, PLANS, PREFILLS, TOKENS = (1, 2), (("llama-3.1-8b", 40, (True,)),), ((40, 0),), 1024
 
 
-def sampling(rows: int, *, temperature: float) -> SampleBatch:
+def sampling(batch: ForwardBatch, *, temperature: float) -> SampleBatch:
+    """For all rows of a step, the tokens behind its own: as an engine asks step after step."""
+    rows = len(batch.sample_rows)
+
     def full(value: float, kind: type) -> np.ndarray:
         return np.full(rows, value, kind)
 
@@ -61,7 +65,7 @@ def sampling(rows: int, *, temperature: float) -> SampleBatch:
         repetition_penalty=full(1, np.float32),
         seeds=full(0, np.uint64),
         choices=full(0, np.int32),
-        positions=full(9, np.int32),
+        positions=batch.positions[batch.sample_rows] + np.int32(1),
         rows=(None,) * rows,
         num_top=full(-1, np.int32),
         masks=None,
@@ -91,7 +95,7 @@ def measure_model(
         moved = weight_bytes(config, WEIGHTS) + rows * length * kv_bytes(config, KV)
         floor = moved / bandwidth * 1000
         graph = graph_ms(runner, device, batch)
-        plain, drawn = sampling(rows, temperature=0.0), sampling(rows, temperature=0.8)
+        plain, drawn = sampling(batch, temperature=0.0), sampling(batch, temperature=0.8)
         step = wall_ms(lambda b=batch, p=plain: runner.launch(b).sample(p))
         draw = wall_ms(lambda b=batch, p=drawn: runner.launch(b).sample(p), repeat=10)
         results.add(

@@ -17,6 +17,7 @@ from measure import (
     device_ms,
     free_memory,
     graph_ms,
+    graphed,
     prefill_batch,
     random_loader,
 )
@@ -53,8 +54,8 @@ def matrices(results: Results, name: str) -> None:
         results.check(f"{name} {part}: bits of a row alone and among {len(base)}", same)
         for rows in GEMM_ROWS:
             x = base[:rows]
-            library = device_ms(lambda x=x, w=weight: functional.linear(x, w), repeat=10)
-            own = device_ms(lambda x=x, w=weight: gemm.linear(x, w), repeat=10)
+            library = device_ms(graphed(lambda x=x, w=weight: functional.linear(x, w)), repeat=10)
+            own = device_ms(graphed(lambda x=x, w=weight: gemm.linear(x, w)), repeat=10)
             results.add(
                 model=name, matrix=part, rows=rows, us_library=library * 1000,
                 us_ours=own * 1000, price=own / library,

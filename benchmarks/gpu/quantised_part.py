@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from attention_cases import Case, make_batch, poisoned_pool, random_rows
-from measure import DEVICE, DRY, Results, copy_bandwidth, device_ms
+from measure import DEVICE, DRY, Results, copy_bandwidth, device_ms, graphed
 from torch.nn import functional
 
 from palmette.kernels.cuda import fp8_gemm, quantised_gemm
@@ -40,14 +41,18 @@ def products(results: Results, bandwidth: float) -> None:
             _check(results, f"{name} {columns} x {depth}", base, matrix)
             for rows in ROWS:
                 x = base[:rows]
-                ours = device_ms(lambda x=x, m=matrix: quantised_gemm.linear(x, m), repeat=10)
-                plain = device_ms(lambda x=x, w=weight: functional.linear(x, w), repeat=10)
+                ours = _ms(lambda x=x, m=matrix: quantised_gemm.linear(x, m))
+                plain = _ms(lambda x=x, w=weight: functional.linear(x, w))
                 rate = matrix.num_bytes / ours * 1000
                 row = {"us": ours * 1000, "us_bf16": plain * 1000, "of_copy": rate / bandwidth}
                 if fp8_gemm.why_not(matrix, torch.bfloat16) is None:
-                    library = device_ms(lambda x=x, m=matrix: fp8_gemm.linear(x, m), repeat=10)
+                    library = _ms(lambda x=x, m=matrix: fp8_gemm.linear(x, m))
                     row["us_fp8_library"] = library * 1000
                 results.add(weights=name, columns=columns, depth=depth, rows=rows, **row)
+
+
+def _ms(function: Callable[[], torch.Tensor]) -> float:
+    return device_ms(graphed(function), repeat=10)
 
 
 def _check(results: Results, name: str, base: torch.Tensor, matrix: QuantisedMatrix) -> None:

@@ -3,6 +3,8 @@
 #
 #   benchmarks/gpu/run.sh [--dry] [PART...]
 #
+#   compile       the kernels of the parts below, side by side, into Triton's cache;
+#                 compile:WEIGHTS/KV for those of model:WEIGHTS/KV
 #   check         every kernel and a small model against the reference
 #   identity      the same bits alone, batched, chunked, forked, in graphs
 #   attention     decode and extend beside a copy, a GEMM, SDPA and FlashInfer; forks
@@ -36,7 +38,12 @@ fi
 out=${OUT:-bench-results/gpu}
 mkdir -p "$out"
 limit() {
-    case ${1%%:*} in check) echo 90 ;; model) echo 110 ;; transformers) echo 90 ;; *) echo 50 ;; esac
+    case ${1%%:*} in
+    check | transformers) echo 90 ;;
+    model) echo 110 ;;
+    compile) echo 70 ;;
+    *) echo 50 ;;
+    esac
 }
 end=$(($(date +%s) + 475))
 if [ -n "$dry" ]; then # a busy machine may take its time
@@ -44,7 +51,7 @@ if [ -n "$dry" ]; then # a busy machine may take its time
     end=$((end + 3600))
 fi
 failed=0
-for part in ${*:-check identity attention model prefix host sampling price transformers}; do
+for part in ${*:-compile check identity attention model prefix host sampling price transformers}; do
     left=$((end - $(date +%s)))
     most=$(limit "$part")
     [ "$most" -le "$left" ] || most=$left

@@ -20,13 +20,18 @@ from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.kv_pool import PagedKVPool
 from palmette.kernels.reference import check_batch
 
-from .cascade import Cascade, Level, cascade
+from .cascade import MAX_SHARED_LEVELS, Cascade, Level, cascade
 from .needs import FLASHINFER_HEAD_DIMS, flashinfer_lacks
 from .triton_attention import AttentionPlan, Tiles
 
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 _INTEGER_BYTES = 8 << 20  # of a wrapper's plan, as its constructor takes
 DTYPES = (torch.bfloat16, torch.float16)
+
+
+def flashinfer_bytes() -> int:
+    """Device memory of the wrappers, beside index arrays."""
+    return WORKSPACE_BYTES + 2 * (MAX_SHARED_LEVELS + 1) * _INTEGER_BYTES
 
 
 def why_not(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.device_plan import PlanOptions, num_parameters, plan_device
 from palmette.runtime.engine import Engine
-from palmette.runtime.memory import plan_memory
+from palmette.runtime.memory import kv_bytes_per_token, plan_memory
 from palmette.runtime.model_store import MODELS
 from palmette.runtime.models.presets import PRESETS
 from palmette.server.__main__ import main
@@ -192,6 +192,23 @@ def test_too_small_a_pool_names_its_way_out(
             context_length=2048,
             available_bytes=available,
         )
+
+
+@pytest.mark.parametrize(("given", "share"), [(None, 0.85), (0.5, 0.5)])
+def test_a_share_that_is_not_given_is_the_devices(given: float | None, share: float) -> None:
+    model = PRESETS["smollm2-135m"]
+    plan = plan_memory(
+        EngineConfig(memory_fraction=given),
+        model,
+        weight_bytes=GB,
+        kv_dtype="bf16",
+        context_length=2**20,
+        available_bytes=2 * GB,
+        default_fraction=0.85,
+    )
+    pages = int(GB * share) // (16 * kv_bytes_per_token(model, kv_dtype="bf16"))
+    assert plan.kv_tokens == 16 * pages
+    assert plan.reason == f"{share:.0%} of the free memory"
 
 
 @pytest.mark.parametrize("text", ["2", "1023", "1.5"])

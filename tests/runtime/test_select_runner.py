@@ -49,6 +49,7 @@ def test_triton_where_bits_must_not_depend_on_the_batch(machine: pytest.MonkeyPa
     assert (choice.name, choice.device, choice.weights) == ("cuda", "cuda", "bf16")
     assert "triton" in choice.reason and "bits" in choice.reason
     assert choice.available_bytes() == 10**9
+    assert choice.memory_fraction == 0.85  # nobody else's memory
 
 
 def test_devices_before_ampere_take_torch(machine: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,8 @@ def test_an_unknown_part_fails_and_the_others_run(tmp_path: Path) -> None:
 def test_every_part_runs_to_its_end(tmp_path: Path) -> None:
     parts, printed = dry_run(tmp_path)
     assert parts.keys() == {
-        *("check", "identity", "attention", "model", "prefix", "host", "sampling", "price"),
-        "transformers",
+        *("compile", "check", "identity", "attention", "model", "prefix", "host", "sampling"),
+        *("price", "transformers"),
     }
     assert "FAILED" not in printed and "skipped" not in printed
     assert {row["decode"] for row in parts["attention"] if "decode" in row} >= {
