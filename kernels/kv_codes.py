@@ -13,10 +13,13 @@ from torch import Tensor
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[..., D] -> codes [..., D] of `dtype`, scales [...] float32."""
+def encode(x: Tensor, dtype: torch.dtype, *, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[..., D] -> codes [..., D] of `dtype`, scales [...] float32.
+
+    peak [...] float32: the largest |x| of a row that is longer than this part of it.
+    """
     wide = x.float()
-    peak = wide.abs().amax(dim=-1)
+    peak = wide.abs().amax(dim=-1) if peak is None else peak
     largest = torch.full_like(peak, LARGEST[dtype])  # by a number torch would not divide exactly
     scale = torch.where(peak.isfinite(), peak / largest, torch.nan)
     inverse = torch.where(peak > 0, largest / peak, 0.0)

@@ -61,7 +61,9 @@ class DecodeGraphs:
     """The graphs of one model. They share their memory and one set of inputs.
 
     rows: numbers of rows, ascending. The graphs of steps with shared pages are captured when they
-    are first needed; a graph for which there is no memory is done without.
+    are first needed; a graph for which there is no memory is done without. is_alone: off, where
+    other ranks have the same graphs: a call that is captured on one must be so on all, and then
+    what would be done without raises.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class DecodeGraphs:
         rows: Sequence[int],
         max_positions: int,
         progress: CaptureProgress | None = None,
+        is_alone: bool = True,
     ) -> None:
         self._device = device
+        self._is_alone = is_alone
         self._model = model
         self._attention = attention
         self._chosen = chosen
@@ -177,6 +181,8 @@ class DecodeGraphs:
         try:
             self._graphs[rows, tiles] = self._captured(rows, tiles)
         except torch.OutOfMemoryError:
+            if not self._is_alone:
+                raise
             logger.warning(
                 "cuda graphs: no memory for %d rows, which run without; "
                 "a smaller --memory-fraction or --max-running leaves more",
@@ -217,6 +223,8 @@ class DecodeGraphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # steps run without, which only takes longer
+            if not self._is_alone:
+                raise
             self._may_capture = False
             logger.error("cuda graphs: %d rows were not captured, no more are: %s", rows, error)
             return None

@@ -34,7 +34,8 @@ from .faults import SequenceFault
 from .models.decoder import LoadTensor
 from .models.fused_decoder import FusedDecoder
 from .models.matrix_loader import LoadMatrix, matrices_of
-from .models.shard import ALONE, Group, cut_weight, shard_config
+from .models.shard import ALONE, Group
+from .rank_weights import rank_checkpoint
 from .request import ErrorInfo
 
 if TYPE_CHECKING:  # readers of files, which random weights do not need
@@ -96,13 +97,14 @@ class CudaRunner:
         group: Group = ALONE,
         warm: bool = False,
     ) -> None:
-        config = shard_config(checkpoint.config, group.size)
+        checkpoint = rank_checkpoint(checkpoint, group)
+        config = checkpoint.config
+        self._group = group
         self._device: Device = CudaDevice() if device is None else device
         target, kind = self._device.torch_device, _DTYPES[dtype]
 
         def load_file(name: str) -> Tensor:
             array = checkpoint.weights.get(name).to_float32()
-            array = cut_weight(name, array, checkpoint.config, group)
             return torch.tensor(array).to(device=target, dtype=kind)
 
         if load_matrix is None and weights is not None:
@@ -150,6 +152,7 @@ class CudaRunner:
                 filters=FlashInferFilters() if sampling == "flashinfer" else None,
             )
             self._eager = Staging(self._device, 1 << 16)
+            group.meet()  # from here on, what one rank waits for is near
             self.graphs = DecodeGraphs(
                 self._device,
                 self._model,
@@ -158,6 +161,7 @@ class CudaRunner:
                 rows=graph_rows,
                 max_positions=self._max_positions,
                 progress=progress,
+                is_alone=group.size == 1,
             )
         self.eager_steps = 0
         self._lost: DeviceLost | None = None
@@ -203,6 +207,8 @@ class CudaRunner:
         self, batch: ForwardBatch, plan: AttentionPlan, sources: Int32Array
     ) -> DeviceLogits:
         with torch.inference_mode():
+            if self._group.size > 1:
+                self._share_choice(sources)
             found = self.graphs.replay(batch, plan, sources)
             if found is None:
                 step = self._launch_eager(batch, plan, sources)
@@ -213,6 +219,13 @@ class CudaRunner:
     def close(self) -> None:
         """Drops the graphs; other memory goes with the object."""
         self.graphs.close()
+
+    def _share_choice(self, sources: Int32Array) -> None:
+        """Rank 0 alone chooses; what it chose feeds all ranks."""
+        num_fed = int(sources.max(initial=-1)) + 1
+        if num_fed:
+            chosen = self._sampler.chosen[:num_fed]
+            self._device.submit(lambda: self._group.share(chosen))
 
     def _check(self, batch: ForwardBatch, sources: Int32Array) -> None:
         for name, values, end in (

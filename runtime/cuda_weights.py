@@ -20,6 +20,7 @@ from palmette.kernels.kv_dtype import FLOAT_DTYPES, FloatDtype
 from .cpu_weights import FOUR_BIT, tensor_names
 from .group_codes import GROUP
 from .models.layout import EMBEDDING, LM_HEAD
+from .weight_tensor import ENCODINGS
 from .weights import Checkpoint
 
 CudaWeights = Literal["fp32", "bf16", "fp16", "int8", "int4", "fp8"]
@@ -53,6 +54,20 @@ def check_weights(weights: CudaWeights, checkpoint: Checkpoint) -> None:
             f"weights: int4 keeps tensors stored as {', '.join(sorted(FOUR_BIT))}; "
             f"{checkpoint.path} has none; use int8"
         )
+
+
+def check_rank_weights(weights: CudaWeights, whole: Checkpoint, part: Checkpoint) -> None:
+    """ValueError where a rank's `part` of a matrix cannot be kept as all of it would be."""
+    for names, kind, (_, num_inputs) in _matrices(weights, whole):
+        own = part.weights.get(names[0]).shape[1]
+        if matrix_kind(weights, part, names) != kind:
+            block = ENCODINGS[whole.weights.get(names[0]).encoding].block_size
+            group = max(GROUP, block if kind == "int4" else 1)
+            raise ValueError(
+                f"tensor_parallel: {names[0]} is kept as {kind} in groups of {group} inputs; "
+                f"{num_inputs // own} ranks cut its {num_inputs} into {own}, which are not whole "
+                "groups; use fewer ranks, or --weights bf16"
+            )
 
 
 def matrix_kind(weights: CudaWeights, checkpoint: Checkpoint, names: Sequence[str]) -> MatrixKind:

@@ -20,6 +20,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Literal, Protocol, runtime_checkable
 
+import msgspec
+
 from palmette.kernels.backend import KVPool
 from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.kv_dtype import FLOAT_DTYPES, SCALED_KV_DTYPES, FloatDtype, KVDtype
@@ -29,13 +31,15 @@ from .attention import for_model, resolve, resolve_sampling
 from .capture_bar import capture_bar
 from .config import EngineConfig
 from .memory import OWN_FRACTION, SHARED_FRACTION, available_bytes, workspace_bytes
-from .models.shard import shard_config
+from .models.shard import Alone, shard_config
+from .rank_weights import rank_checkpoint
 from .weights import Checkpoint
 
 logger = logging.getLogger(__name__)
 
 MIN_CAPABILITY = 80  # of a CUDA device: bf16 in its matrix instructions
 _NO_DRIVER = "no driver is installed"
+COMMUNICATOR_BYTES = 512 << 20  # of a rank's device, for what NCCL sends and receives: a guess
 
 
 class StepHandle(Protocol):
@@ -174,10 +178,6 @@ def _sharded(config: EngineConfig, choice: RunnerChoice) -> RunnerChoice:
             f"tensor_parallel: {size} ranks, but the native runner has one, whose threads share "
             "the cores; use --runner torch, or CUDA devices"
         )
-    if config.sampling == "flashinfer":
-        raise ValueError(
-            f"sampling: flashinfer's filters are for one rank, not {size}; use --sampling triton"
-        )
     is_cuda = choice.device == "cuda"
     if is_cuda and _num_cuda_devices() < size:
         raise ValueError(
@@ -189,14 +189,13 @@ def _sharded(config: EngineConfig, choice: RunnerChoice) -> RunnerChoice:
 
     def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
         from .tensor_parallel.frames import RankOptions
-        from .tensor_parallel.runner import TensorParallelRunner
+        from .tensor_parallel.runner import tensor_parallel_runner
 
         if checkpoint.architecture.build is not None:
             raise ValueError(
                 f"tensor_parallel: a {checkpoint.config.architecture} model cannot be cut into "
                 f"{size} parts; use 1"
             )
-        shard_config(checkpoint.config, size)  # refuses what cannot be cut
         options = RankOptions(
             model=str(checkpoint.path),
             num_pages=num_pages,
@@ -206,23 +205,54 @@ def _sharded(config: EngineConfig, choice: RunnerChoice) -> RunnerChoice:
             device=choice.device,
             weights=choice.weights,
             kv_dtype=choice.kv_dtype(checkpoint),
-            attention=attention(checkpoint) if choice.name == "cuda" else "auto",
             deterministic=config.deterministic,
-            max_running=config.scheduler.max_running,
+            may_shrink=is_cuda and config.kv_tokens is None,
         )
-        return TensorParallelRunner(options)
+        if choice.name != "cuda":
+            return tensor_parallel_runner(options)
+        from .cuda_graphs import graph_rows_up_to
+
+        options = msgspec.structs.replace(
+            options,
+            dtype=_rank_dtype(choice.weights, checkpoint, size),
+            attention=attention(checkpoint),
+            sampling=resolve_sampling(config, has=_is_installed),
+            graph_rows=graph_rows_up_to(config.scheduler.max_running),
+        )
+        with capture_bar() as progress:
+            return tensor_parallel_runner(options, progress=progress)
 
     def weight_bytes(checkpoint: Checkpoint) -> int:
-        whole = choice.weight_bytes(checkpoint)
-        return -(-whole // size) if is_cuda else whole  # ranks on the CPU share its memory
+        if not is_cuda:  # ranks share the machine's memory
+            return choice.weight_bytes(checkpoint)
+        return choice.weight_bytes(_rank_outline(checkpoint, size))
+
+    def workspace(checkpoint: Checkpoint) -> int:
+        return choice.workspace_bytes(checkpoint) + (COMMUNICATOR_BYTES if is_cuda else 0)
 
     return replace(
         choice,
         reason=f"{choice.reason}; {size} ranks",
         weight_bytes=weight_bytes,
+        workspace_bytes=workspace,
         build=build,
         num_devices=size if is_cuda else 1,
     )
+
+
+def _rank_outline(checkpoint: Checkpoint, size: int) -> Checkpoint:
+    """Shapes and encodings of what one of `size` ranks holds."""
+    return rank_checkpoint(checkpoint, Alone(0, size), is_outline=True)
+
+
+def _rank_dtype(wanted: str, checkpoint: Checkpoint, size: int) -> FloatDtype:
+    """Of activations. ValueError where a rank cannot keep its part of the matrices as `wanted`."""
+    from .cuda_weights import activations_of, check_rank_weights, check_weights, cuda_weights
+
+    weights = cuda_weights(wanted)
+    check_weights(weights, checkpoint)
+    check_rank_weights(weights, checkpoint, _rank_outline(checkpoint, size))
+    return activations_of(weights)
 
 
 def _cpu_choice(config: EngineConfig) -> RunnerChoice:
@@ -290,10 +320,6 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
     weights = cuda_weights(config.weights)
     dtype = activations_of(weights)
     kv_dtype = _cuda_kv_dtype(config.kv_dtype, dtype)
-    if weights != dtype and config.tensor_parallel > 1:
-        raise ValueError(
-            f"weights: {weights} matrices are not cut over ranks; use bf16, or tensor_parallel 1"
-        )
 
     def build(checkpoint: Checkpoint, num_pages: int) -> ModelRunner:
         if checkpoint.architecture.build is not None:  # its own model: torch, no fused kernels

@@ -19,7 +19,8 @@ from palmette.kernels.reference import ReferenceAttention
 from palmette.kernels.sampling import HostLogits
 
 from .models.decoder import Decoder, ModelBuilder
-from .models.shard import ALONE, Group, cut_weight, shard_config
+from .models.shard import ALONE, Group
+from .rank_weights import rank_checkpoint
 from .weights import Checkpoint
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,12 +48,12 @@ class TorchRunner:
         kv_dtype: FloatDtype | None = None,
         group: Group = ALONE,
     ) -> None:
-        config = shard_config(checkpoint.config, group.size)
+        checkpoint = rank_checkpoint(checkpoint, group)
+        config = checkpoint.config
         target, kind = torch.device(device), _DTYPES[dtype]
 
         def load(name: str) -> Tensor:
             array = checkpoint.weights.get(name).to_float32()
-            array = cut_weight(name, array, checkpoint.config, group)
             return torch.tensor(array).to(device=target, dtype=kind)
 
         self.vocab_size = config.vocab_size

@@ -56,7 +56,7 @@ def tensor_bytes(shape: Sequence[int], encoding: str) -> int:
 class WeightTensor:
     """A tensor as it is stored.
 
-    `data` is [rows, row_bytes] uint8, C-contiguous and read-only: a view of the mapped file, or
+    `data` is [rows, row_bytes] uint8, its rows contiguous, read-only: a view of the mapped file, or
     a copy where rows had to be reordered. A one-dimensional tensor has one row.
     """
 
@@ -65,6 +65,7 @@ class WeightTensor:
     encoding: str  # key of ENCODINGS
     data: ByteArray
     source: str  # the file, for errors
+    whole: WeightTensor | None = None  # where these are some of its columns
 
     def to_float32(self) -> Float32Array:
         """The numbers, [shape] float32; for f32 a read-only view. ValueError on NaN or infinity."""

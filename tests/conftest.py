@@ -71,6 +71,12 @@ def fake_devices() -> Any:
 
 
 @pytest.fixture(scope="session")
+def faulty_rank() -> Any:
+    """The module that makes ranks of `tensor_parallel` fail."""
+    return load_beside("faulty_rank")
+
+
+@pytest.fixture(scope="session")
 def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole tiny model in Hugging Face layout, with tokenizer and chat template."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny-files")

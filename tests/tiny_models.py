@@ -62,6 +62,9 @@ CONFIGS: Mapping[str, _Config] = {
     "wide": lambda: transformers.LlamaConfig(  # rows of 256, for K-quants
         **_COMMON, **_shape(256, 256, 8, 2)
     ),
+    "narrow": lambda: transformers.LlamaConfig(  # for two ranks of the slowest of tests
+        **{**_COMMON, "num_hidden_layers": 1}, **_shape(64, 64, 4, 2)
+    ),
     "qwen2": lambda: transformers.Qwen2Config(
         **_COMMON, **_shape(96, 130, 6, 2), tie_word_embeddings=True
     ),

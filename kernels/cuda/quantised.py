@@ -118,9 +118,9 @@ def quantise_int4(weight: Tensor, group: int = 32) -> QuantisedMatrix:
     return from_groups(codes.to(torch.uint8), scales)
 
 
-def quantise_fp8(weight: Tensor) -> QuantisedMatrix:
-    """[N, K] -> a scale per output."""
-    codes, scales = encode(weight, torch.float8_e4m3fn)
+def quantise_fp8(weight: Tensor, *, peaks: Tensor | None = None) -> QuantisedMatrix:
+    """[N, K] -> a scale per output; peaks [N]: the largest |w| of outputs with more inputs."""
+    codes, scales = encode(weight, torch.float8_e4m3fn, peak=peaks)
     return QuantisedMatrix(kind="fp8", codes=codes.view(torch.uint8), scales=scales)
 
 

@@ -171,7 +171,13 @@ class Decoder:
         attention: AttentionBackend[Tensor],
     ) -> Tensor:
         rope = (self._cos[positions], self._sin[positions])
-        x = embedding(reference.embedding, token_ids, self._embedding, self._group)
+        table = self._embedding
+        x = embedding(
+            lambda ids: reference.embedding(ids, table),
+            token_ids,
+            self._group,
+            num_rows=len(table),
+        )
         for layer in self._layers:
             x = layer.forward(x, rope, attention)
         logits = self._group.join(self._lm_head(self._norm(x[sample_rows])))

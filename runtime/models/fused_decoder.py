@@ -90,8 +90,8 @@ class FusedDecoder:
 
     deterministic: a row's bits do not depend on the other rows of its step; otherwise matrix
     products are the library's, which chooses by their number. group: whose rank this is; `config`
-    and `load` are then of its part (`shard`). load_matrix: gives matrices, which may be quantised
-    where there is one rank; None takes those of `load`.
+    and `load` are then of its part (`shard`). load_matrix: gives matrices, which may be quantised;
+    None takes those of `load`.
     """
 
     def __init__(
@@ -161,6 +161,11 @@ class FusedDecoder:
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T] int32 -> [T, hidden]."""
-        if isinstance(self._embedding, QuantisedMatrix):
-            return self._embedding.rows(token_ids.long()).to(self._norm.dtype)
-        return embedding(functional.embedding, token_ids, self._embedding, self._group)
+        table, dtype = self._embedding, self._norm.dtype
+        if isinstance(table, QuantisedMatrix):
+            num_rows, codes = table.num_columns, table
+            look_up = lambda ids: codes.rows(ids.long()).to(dtype)  # noqa: E731
+        else:
+            num_rows, numbers = len(table), table
+            look_up = lambda ids: functional.embedding(ids, numbers)  # noqa: E731
+        return embedding(look_up, token_ids, self._group, num_rows=num_rows)

@@ -35,7 +35,12 @@ def joined_floats(load: LoadTensor) -> LoadMatrix:
 
 def quantising(load: LoadTensor, kind: str) -> LoadMatrix:
     """Matrices of `load` as int8, int4 or fp8, as a file of that kind would have them."""
-    quantise = {"int8": quantise_int8, "int4": quantise_int4, "fp8": quantise_fp8}[kind]
+    kinds: dict[str, Callable[[Tensor], QuantisedMatrix]] = {
+        "int8": quantise_int8,
+        "int4": quantise_int4,
+        "fp8": quantise_fp8,
+    }
+    quantise = kinds[kind]
 
     def load_matrix(names: Sequence[str]) -> Matrix:
         if kind == "fp8" and names[0] in (EMBEDDING, LM_HEAD):
@@ -51,6 +56,7 @@ def matrices_of(
     """Matrices of a checkpoint; `load` gives those that stay numbers, on the device."""
     from palmette.runtime.cuda_weights import matrix_kind
     from palmette.runtime.group_codes import read_group_codes
+    from palmette.runtime.rank_weights import row_peaks
 
     def kept(name: str) -> QuantisedMatrix:
         groups = read_group_codes(checkpoint.weights.get(name))
@@ -64,12 +70,17 @@ def matrices_of(
     def exact(name: str) -> Tensor:
         return torch.tensor(checkpoint.weights.get(name).to_float32()).to(device)
 
+    def fp8(name: str) -> QuantisedMatrix:
+        peaks = row_peaks(checkpoint.weights.get(name))
+        known = None if peaks is None else torch.from_numpy(peaks).to(device)
+        return quantise_fp8(exact(name), peaks=known)
+
     def load_matrix(names: Sequence[str]) -> Matrix:
         kind = matrix_kind(weights, checkpoint, names)
         if kind == "float":
             return joined_floats(load)(names)
         if kind == "fp8":
-            return joined([quantise_fp8(exact(name)) for name in names])
+            return joined([fp8(name) for name in names])
         encodings = {name: checkpoint.weights.get(name).encoding for name in names}
         return joined(
             [

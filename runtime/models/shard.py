@@ -9,18 +9,14 @@ are cut, norms are kept whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 from .config import ModelConfig
 from .layout import EMBEDDING, LM_HEAD
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
-
-Array = TypeVar("Array")
 
 
 class Group(Protocol):
@@ -40,6 +36,14 @@ class Group(Protocol):
         """[S, n] of each rank -> [S, n * size], in order of rank."""
         ...
 
+    def share(self, x: Tensor) -> None:
+        """Rank 0's `x` into that of the others."""
+        ...
+
+    def meet(self) -> None:
+        """Wait until all ranks have come so far, as long as the loading of weights may take."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Alone:
@@ -53,6 +57,12 @@ class Alone:
 
     def join(self, x: Tensor) -> Tensor:
         return x
+
+    def share(self, x: Tensor) -> None:
+        """There is nobody else."""
+
+    def meet(self) -> None:
+        """There is nobody else."""
 
 
 ALONE = Alone()
@@ -84,41 +94,50 @@ def vocab_part(vocab_size: int, size: int) -> int:
     return -(-vocab_size // size)
 
 
-def _slice(count: int, rank: int, size: int) -> slice:
-    return slice(rank * (count // size), (rank + 1) * (count // size))
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """What of a weight a rank holds: rows, or the numbers of a vector; columns; zeros below."""
+
+    rows: slice = field(default_factory=lambda: slice(None))
+    columns: slice = field(default_factory=lambda: slice(None))
+    num_padded: int = 0  # rows of zeros after these: of ids beyond the vocabulary
 
 
-def cut_weight(
-    name: str, weight: NDArray[np.float32], model: ModelConfig, group: Group
-) -> NDArray[np.float32]:
+WHOLE = WeightPart()
+
+
+def weight_part(name: str, shape: tuple[int, ...], model: ModelConfig, group: Group) -> WeightPart:
     """The part of a weight of the whole `model` that `group.rank` holds."""
     rank, size = group.rank, group.size
     part = name.rsplit(".", 2)[-2]
     if size == 1:
-        return weight
+        return WHOLE
     if name in (EMBEDDING, LM_HEAD):
         count = vocab_part(model.vocab_size, size)
-        own = weight[rank * count : (rank + 1) * count]
-        import numpy as np  # slow to import; whoever only plans cuts no weights
-
-        return np.pad(own, ((0, count - len(own)), (0, 0)))
+        first = min(rank * count, model.vocab_size)
+        end = min(first + count, model.vocab_size)
+        return WeightPart(rows=slice(first, end), num_padded=count - (end - first))
     if part in ("k_proj", "v_proj"):
         heads = max(1, model.num_kv_heads // size)
-        first = rank * model.num_kv_heads // size
-        return weight[first * model.head_dim : (first + heads) * model.head_dim]
+        start = rank * model.num_kv_heads // size
+        return WeightPart(slice(start * model.head_dim, (start + heads) * model.head_dim))
     if part in ("q_proj", "gate_proj", "up_proj"):
-        return weight[_slice(weight.shape[0], rank, size)]
+        return WeightPart(_slice(shape[0], rank, size))
     if part in ("o_proj", "down_proj"):
-        return weight[:, _slice(weight.shape[1], rank, size)]
-    return weight
+        return WeightPart(columns=_slice(shape[1], rank, size))
+    return WHOLE
+
+
+def _slice(count: int, rank: int, size: int) -> slice:
+    return slice(rank * (count // size), (rank + 1) * (count // size))
 
 
 def embedding(
-    look_up: Callable[[Tensor, Tensor], Tensor], ids: Tensor, weight: Tensor, group: Group
+    look_up: Callable[[Tensor], Tensor], ids: Tensor, group: Group, *, num_rows: int
 ) -> Tensor:
-    """look_up(ids, weight) over the whole vocabulary, of which `weight` is this rank's part."""
+    """look_up(ids) over the whole vocabulary, where it knows `num_rows` rows of this rank."""
     if group.size == 1:
-        return look_up(ids, weight)
-    own = ids - group.rank * len(weight)
-    is_own = (own >= 0) & (own < len(weight))
-    return group.sum(look_up(own * is_own, weight) * is_own[:, None])
+        return look_up(ids)
+    own = ids - group.rank * num_rows
+    is_own = (own >= 0) & (own < num_rows)
+    return group.sum(look_up(own * is_own) * is_own[:, None])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from multiprocessing.connection import Connection
 
 import msgspec
 import numpy as np
 
-from palmette.kernels.batch import ForwardBatch
+from palmette.kernels.batch import ForwardBatch, Int32Array
 
 
 class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,12 +21,15 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""  # where the ranks find each other: rank 0 makes it
     runner: str  # torch or cuda
     device: str  # cpu or cuda
-    weights: str
+    weights: str  # how matrices are kept
+    dtype: str = ""  # of activations, where that is not weights
     kv_dtype: str
     attention: str = "auto"
+    sampling: str = "triton"  # of rank 0, which alone chooses
     deterministic: bool = True
-    max_running: int = 1
-    timeout_s: float = 60.0
+    graph_rows: tuple[int, ...] = ()
+    timeout_s: float = 60.0  # for what all ranks do in one step
+    may_shrink: bool = False  # the pool, where a rank has less memory than rank 0
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -33,8 +37,19 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     options: RankOptions
 
 
+class Build(msgspec.Struct, frozen=True, tag=True):
+    num_pages: int
+
+
+class GoOn(msgspec.Struct, frozen=True, tag=True):
+    """All ranks have come so far."""
+
+
 class Launch(msgspec.Struct, frozen=True, tag=True):
+    """ids_from_choice: the last array is that of the sources of `launch_ahead`."""
+
     arrays: list[bytes]  # of a ForwardBatch, in order
+    ids_from_choice: bool = False
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
@@ -43,9 +58,20 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
 
 
 class Export(msgspec.Struct, frozen=True, tag=True):
-    """Answered with the bytes of the rank's part of the pages."""
+    """Answered with `Pages`, when they are asked for by `Fetch`."""
 
     pages: list[int]
+    id: int
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    id: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Exports that nobody is going to fetch."""
+
+    ids: list[int]
 
 
 class Import(msgspec.Struct, frozen=True, tag=True):
@@ -53,35 +79,69 @@ class Import(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
+class Sync(msgspec.Struct, frozen=True, tag=True):
+    """The launch told before has failed on rank 0. Answered with `Synced`."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Ready(msgspec.Struct, frozen=True):
-    """A worker's first answers: it has the model's files open; it is built."""
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The files are open; the weights are loaded; the runner is built; or why not."""
 
     error: str | None = None
+    free_bytes: int = 0  # of the rank's device, before it builds
 
 
-Frame = Start | Launch | Copy | Export | Import | Stop
+class Pages(msgspec.Struct, frozen=True, tag=True):
+    """The bytes of the rank's part of pages."""
+
+    data: bytes
+
+
+class Synced(msgspec.Struct, frozen=True, tag=True):
+    has_failed: bool  # here as well
+    num_calls: int  # collectives so far
+
+
+Frame = Start | Build | GoOn | Launch | Copy | Export | Fetch | Forget | Import | Sync | Stop
+Answer = Ready | Pages | Synced
 
 _NAMES = [field.name for field in fields(ForwardBatch)]
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+_frames: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-def encode(frame: Frame) -> bytes:
+def encode(frame: Frame | Answer) -> bytes:
     return _encoder.encode(frame)
 
 
 def decode(data: bytes) -> Frame:
-    return _decoder.decode(data)
+    return _frames.decode(data)
 
 
-def launch_frame(batch: ForwardBatch) -> Launch:
-    return Launch([getattr(batch, name).tobytes() for name in _NAMES])
+def decode_answer(data: bytes) -> Answer:
+    return _answers.decode(data)
+
+
+def receive(connection: Connection) -> Frame:
+    """Raises EOFError, or another OSError, when rank 0 is gone."""
+    return decode(connection.recv_bytes())
+
+
+def launch_frame(batch: ForwardBatch, sources: Int32Array | None = None) -> Launch:
+    arrays = [getattr(batch, name).tobytes() for name in _NAMES]
+    if sources is None:
+        return Launch(arrays)
+    return Launch([*arrays, sources.tobytes()], ids_from_choice=True)
 
 
 def batch_of(frame: Launch) -> ForwardBatch:
-    arrays = [np.frombuffer(data, np.int32) for data in frame.arrays]
+    arrays = [np.frombuffer(data, np.int32) for data in frame.arrays[: len(_NAMES)]]
     return ForwardBatch(**dict(zip(_NAMES, arrays, strict=True)))
+
+
+def sources_of(frame: Launch) -> Int32Array | None:
+    return np.frombuffer(frame.arrays[-1], np.int32) if frame.ids_from_choice else None

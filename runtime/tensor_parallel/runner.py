@@ -1,48 +1,35 @@
-"""Rank 0 of a model over several ranks: the `ModelRunner` that the engine sees."""
+"""Rank 0 of a model over several ranks: the `ModelRunner` that the engine sees.
+
+Rank 0 alone plans, fills masks and chooses. A step is one frame to each of the others, which then
+compute the same step; what fails on all ranks at the same call fails a request, what fails on one
+ends the engine's work with a clear error.
+"""
 
 from __future__ import annotations
 
 import logging
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
-from palmette.kernels.backend import KVPool
-from palmette.kernels.batch import ForwardBatch
+from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.sampling import SampleBatch, SampleResult
 from palmette.runtime.faults import SequenceFault
 from palmette.runtime.request import ErrorInfo
-from palmette.runtime.runner import StepHandle
+from palmette.runtime.runner import AheadHandle, AheadRunner, PendingSample, StepHandle
 
-from .frames import (
-    Copy,
-    Export,
-    Frame,
-    Import,
-    RankOptions,
-    Ready,
-    Start,
-    Stop,
-    encode,
-    launch_frame,
-)
+from .frames import Build, Frame, GoOn, Pages, RankOptions, Sync, Synced, launch_frame
 from .group import TensorGroup
-from .worker import build_rank, open_model
+from .pool import RankedPool
+from .ranks import RankLost, Ranks, StartFailed
+from .worker import Progress, build_rank, join_group, open_model, take_device
 
 logger = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "palmette.runtime.tensor_parallel.worker")
-_START_TIMEOUT_S = 600.0  # for all ranks to read their weights
-_STOP_TIMEOUT_S = 5.0
-_POLL_S = 0.05
-_DEATH_S = 2.0  # within which a rank that broke off a call is seen to have ended
+_SYNC_S = 5.0  # within which the others tell where they are
 
 
 class RankFailed(SequenceFault):
@@ -57,33 +44,41 @@ class TensorParallelRunner:
     """Implements `ModelRunner`. Steps are told to the other ranks, then made here as well.
 
     When a rank ends, the step in work and all later ones raise `RankFailed`, at once or, where a
-    rank hangs, after `options.timeout_s`.
+    rank hangs, after `options.timeout_s`. progress: told how many graphs are captured, of how many.
 
     Raises:
         ValueError: the model cannot be cut into so many parts.
         RuntimeError: a rank could not be started; says why.
     """
 
-    def __init__(self, options: RankOptions) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="palmette-ranks-")
-        options = msgspec.structs.replace(options, folder=self._folder.name)
+    def __init__(self, options: RankOptions, *, progress: Progress | None = None) -> None:
         self._failure: RankFailed | None = None
         self._group: TensorGroup | None = None
-        self._is_closing = False
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._connections: list[Connection] = []
+        self._waits_since: float | None = None  # for the device
+        self._is_closed = threading.Event()
+        checkpoint = open_model(options)
+        self._ranks = Ranks(options, on_end=self._let_go)
         try:
-            checkpoint = open_model(options)
-            for rank in range(1, options.size):
-                self._start(rank, options)
-            self._wait_ready()  # they meet only when all are there
-            self._inner, self._group = build_rank(0, options, checkpoint)
-            self._wait_ready()
+            options = self._met(options)
+            try:
+                self._group = join_group(0, options, self._meet)
+                self._inner = build_rank(self._group, options, checkpoint, progress=progress)
+            except StartFailed:
+                raise
+            except Exception:
+                self._ranks.raise_error()  # which is the cause, if one has told
+                raise
+            self._ranks.wait_ready()
         except BaseException:
-            self._end(at_once=True)
+            self._ranks.end(at_once=True)
             raise
         self.name = f"{self._inner.name} x {options.size}"
-        self.pool = _Pool(self, self._inner.pool, options.size)
+        self.pool = RankedPool(
+            self._inner.pool, options.size, tell=self._tell_each, ask=self._ask_pages
+        )
+        self._timeout_s = options.timeout_s
+        if options.device == "cuda":
+            threading.Thread(target=self._watch_waits, daemon=True).start()
 
     @property
     def is_async(self) -> bool:
@@ -94,177 +89,181 @@ class TensorParallelRunner:
         return self._inner.vocab_size
 
     def launch(self, batch: ForwardBatch) -> StepHandle:
-        self.tell(launch_frame(batch))
-        try:
+        with self._all_launching(batch, None):
             return _Handle(self, self._inner.launch(batch))
-        except ValueError:  # refused before anything was computed, by the others as well
-            raise
-        except Exception as error:
-            self.check(error)
-            raise
 
     def close(self) -> None:
-        self._end(at_once=self._failure is not None)
+        self._is_closed.set()
+        self._ranks.end(at_once=self._failure is not None)
         self._inner.close()
+        if self._group is not None:
+            self._group.abort()
 
-    def tell(self, frame: Frame) -> None:
+    def check(self) -> None:
         """Raises RankFailed when a rank is gone."""
-        self.tell_each([frame] * len(self._connections))
+        if self._failure is None and (ended := self._ranks.ended()) is not None:
+            self._fail(ended)
+        if self._failure is not None:
+            raise self._failure
 
-    def tell_each(self, told: Sequence[Frame]) -> None:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For the device, where kernels wait for other ranks: no longer than timeout_s."""
+        self._waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits_since = None
+
+    @contextmanager
+    def _all_launching(self, batch: ForwardBatch, sources: Int32Array | None) -> Iterator[None]:
+        self._tell_each([launch_frame(batch, sources)] * (self._ranks.size - 1))
+        try:
+            with self.waiting():
+                yield
+        except Exception as error:
+            self._settle(error)
+            raise
+
+    def _settle(self, error: Exception) -> None:
+        """After a launch that failed here: the others failed at the same call, or RankFailed."""
+        logger.warning("tensor parallel: a launch failed: %r", error)
+        self._tell_each([Sync()] * (self._ranks.size - 1))
+        assert self._group is not None
+        try:
+            answers = self._ranks.answers(Synced, timeout_s=_SYNC_S)
+        except RankLost as lost:
+            self._fail(str(lost))
+            raise self._failure_raised() from error
+        ours = self._group.num_calls
+        if not all(found.has_failed and found.num_calls == ours for found in answers):
+            self._fail("a step broke off on some ranks, which are out of step")
+            raise self._failure_raised() from error
+
+    def _tell_each(self, told: Sequence[Frame]) -> None:
         """Another frame for each of the other ranks."""
         if self._failure is not None:
             raise self._failure
-        for connection, frame in zip(self._connections, told, strict=True):
-            try:
-                connection.send_bytes(encode(frame))
-            except OSError as error:
-                self.check(error)
-
-    def answers(self) -> list[bytes]:
-        """Of the other ranks, to what was told last."""
         try:
-            return [connection.recv_bytes() for connection in self._connections]
-        except (EOFError, OSError) as error:
-            self.check(error)
-            raise
+            self._ranks.tell(told)
+        except RankLost as lost:
+            self._fail(str(lost))
+            raise self._failure_raised() from None
 
-    def check(self, error: Exception | None = None) -> None:
-        """Raise RankFailed when a rank has ended, or `error` broke off what all must do."""
-        deadline = time.monotonic() + (_DEATH_S if error is not None else 0)
-        while self._failure is None:
-            for rank, process in enumerate(self._processes, start=1):
-                if process.poll() is not None:
-                    code = process.returncode
-                    self._fail(f"rank {rank} of {len(self._processes) + 1} has ended ({code})")
-                    break
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_POLL_S)
-        if self._failure is None and error is not None:
-            logger.error("tensor parallel: %r", error)
-            self._fail("a step broke off, and the ranks are out of step")
-        if self._failure is not None:
-            raise self._failure
+    def _ask_pages(self, frame: Frame) -> list[Pages]:
+        self._tell_each([frame] * (self._ranks.size - 1))
+        try:
+            return self._ranks.answers(Pages, timeout_s=self._timeout_s)
+        except RankLost as lost:
+            self._fail(str(lost))
+            raise self._failure_raised() from None
 
     def _fail(self, text: str) -> None:
         if self._failure is None:
             self._failure = RankFailed(text)
             logger.critical("%s", self._failure)
-            self._end(at_once=True)
+            self._ranks.end(at_once=True)
+            self._let_go()
 
-    def _start(self, rank: int, options: RankOptions) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                [*COMMAND, "--fd", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt is for rank 0, which ends the others
+    def _failure_raised(self) -> RankFailed:
+        assert self._failure is not None
+        return self._failure
+
+    def _met(self, options: RankOptions) -> RankOptions:
+        """All ranks have the files open: what they build is what all have memory for."""
+        own = take_device(0, options)
+        free = [own, *(ready.free_bytes for ready in self._ranks.wait_ready())]
+        options = msgspec.structs.replace(options, folder=self._ranks.folder)
+        if options.may_shrink and min(free) < own:
+            share = min(free) / own
+            num_pages = int(options.num_pages * share)
+            logger.warning(
+                "tensor parallel: rank %d has %.0f MiB free, rank 0 %.0f MiB: "
+                "a KV pool of %d pages instead of %d",
+                free.index(min(free)),
+                min(free) / 2**20,
+                own / 2**20,
+                num_pages,
+                options.num_pages,
             )
-        self._processes.append(process)
-        self._connections.append(Connection(ours.detach()))
-        self._connections[-1].send_bytes(encode(Start(rank, options)))
-        threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+            options = msgspec.structs.replace(options, num_pages=num_pages)
+        self._ranks.tell([Build(options.num_pages)] * (self._ranks.size - 1))
+        return options
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """A rank that ends must not leave this one waiting on its device."""
-        process.wait()
-        if not self._is_closing and self._group is not None:
-            logger.error("rank %d has ended with %d", rank, process.returncode)
+    def _meet(self) -> None:
+        self._ranks.wait_ready()
+        self._ranks.tell([GoOn()] * (self._ranks.size - 1))
+
+    def _let_go(self) -> None:
+        """A rank that has ended must not leave this one waiting on its device."""
+        if self._group is not None:
             self._group.abort()  # gloo's calls have failed by themselves
 
-    def _wait_ready(self) -> None:
-        for rank, connection in enumerate(self._connections, start=1):
-            if not connection.poll(_START_TIMEOUT_S):
-                raise RuntimeError(f"rank {rank} was not ready within {_START_TIMEOUT_S:.0f} s")
-            try:
-                ready = msgspec.msgpack.decode(connection.recv_bytes(), type=Ready)
-            except (EOFError, ConnectionResetError):
-                raise RuntimeError(f"rank {rank} ended while it started; see its log") from None
-            if ready.error is not None:
-                raise RuntimeError(f"rank {rank} could not start: {ready.error}")
+    def _watch_waits(self) -> None:
+        """A rank that hangs must not, either: a graph's calls have no limit of their own."""
+        while not self._is_closed.wait(1.0):
+            since = self._waits_since
+            if since is not None and time.monotonic() - since > self._timeout_s:
+                self._ranks.note_lost(f"a step has not ended within {self._timeout_s:.0f} s")
+                self._let_go()
+                return
 
-    def _end(self, *, at_once: bool) -> None:
-        self._is_closing = True
-        if not at_once:
-            for connection in self._connections:
-                try:
-                    connection.send_bytes(encode(Stop()))
-                except OSError:  # it has ended
-                    continue
-        for process in self._processes:
-            try:
-                process.wait(0 if at_once else _STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for connection in self._connections:
-            connection.close()
-        self._folder.cleanup()
+
+class AheadTensorParallelRunner(TensorParallelRunner):
+    """Implements `AheadRunner`, where each rank's runner does."""
+
+    def launch_ahead(self, batch: ForwardBatch, sources: Int32Array | None) -> AheadHandle:
+        assert isinstance(self._inner, AheadRunner)
+        with self._all_launching(batch, sources):
+            return _AheadHandle(self, self._inner.launch_ahead(batch, sources))
+
+
+def tensor_parallel_runner(
+    options: RankOptions, *, progress: Progress | None = None
+) -> TensorParallelRunner:
+    """Of the kind that `options.runner` is."""
+    kind = AheadTensorParallelRunner if options.runner == "cuda" else TensorParallelRunner
+    return kind(options, progress=progress)
 
 
 class _Handle:
+    """Nothing of a choice concerns the other ranks: what fails in it fails a request."""
+
     def __init__(self, runner: TensorParallelRunner, inner: StepHandle) -> None:
         self._runner = runner
         self._inner = inner
 
     def sample(self, params: SampleBatch) -> SampleResult:
         try:
-            result = self._inner.sample(params)
-        except Exception as error:
-            self._runner.check(error)
-            raise
-        self._runner.check()  # what a rank did not take part in is not to be told
-        return result
+            with self._runner.waiting():
+                return self._inner.sample(params)
+        finally:
+            self._runner.check()  # what a rank did not take part in is not to be told
 
 
-class _Pool:
-    """Implements `KVPool`: a page is its parts of all ranks, in order of rank."""
-
-    def __init__(self, runner: TensorParallelRunner, inner: KVPool, size: int) -> None:
+class _AheadHandle:
+    def __init__(self, runner: TensorParallelRunner, inner: AheadHandle) -> None:
         self._runner = runner
         self._inner = inner
-        self._size = size
 
-    @property
-    def num_pages(self) -> int:
-        return self._inner.num_pages
+    def sample(self, params: SampleBatch) -> SampleResult:
+        result = self.start(params).result()
+        assert result is not None
+        return result
 
-    @property
-    def page_size(self) -> int:
-        return self._inner.page_size
+    def start(self, params: SampleBatch | None) -> PendingSample:
+        with self._runner.waiting():
+            return _PendingSample(self._runner, self._inner.start(params))
 
-    @property
-    def page_bytes(self) -> int:
-        return self._inner.page_bytes * self._size
 
-    @property
-    def layout(self) -> str:
-        return f"{self._inner.layout}, of each of {self._size} ranks"
+class _PendingSample:
+    def __init__(self, runner: TensorParallelRunner, inner: PendingSample) -> None:
+        self._runner = runner
+        self._inner = inner
 
-    def copy(self, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
-        self._runner.tell(Copy(list(source_pages), list(target_pages)))
-        self._inner.copy(source_pages, target_pages)
-
-    def export(self, page_ids: Sequence[int]) -> bytes:
-        own = self._inner.export(page_ids)  # refuses what the others would
-        self._runner.tell(Export(list(page_ids)))
-        parts, size = [own, *self._runner.answers()], self._inner.page_bytes
-        return b"".join(
-            part[start : start + size] for start in range(0, len(own), size) for part in parts
-        )
-
-    def import_(self, page_ids: Sequence[int], data: bytes) -> None:
-        if len(data) != len(page_ids) * self.page_bytes:
-            raise ValueError(
-                f"{len(data)} bytes for {len(page_ids)} pages of {self.page_bytes} bytes"
-            )
-        size = self._inner.page_bytes
-        starts = range(0, len(data), self.page_bytes)
-        parts = [
-            b"".join(data[start + rank * size : start + (rank + 1) * size] for start in starts)
-            for rank in range(self._size)
-        ]
-        self._inner.import_(page_ids, parts[0])
-        self._runner.tell_each([Import(list(page_ids), part) for part in parts[1:]])
+    def result(self) -> SampleResult | None:
+        try:
+            with self._runner.waiting():
+                return self._inner.result()
+        finally:
+            self._runner.check()

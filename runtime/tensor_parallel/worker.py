@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import select
 import sys
+import threading
+import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
@@ -16,15 +21,41 @@ from typing import Literal
 import msgspec
 import torch
 
+from palmette.kernels.backend import PendingPages, StreamedPool
 from palmette.kernels.kv_dtype import FloatDtype
-from palmette.runtime.models.shard import shard_config
-from palmette.runtime.runner import ModelRunner
+from palmette.runtime.models.shard import Group, shard_config
+from palmette.runtime.runner import AheadRunner, ModelRunner
 from palmette.runtime.weights import Checkpoint, open_checkpoint
 
-from .frames import Copy, Export, Import, Launch, RankOptions, Ready, Start, Stop, batch_of, decode
+from .frames import (
+    Build,
+    Copy,
+    Export,
+    Fetch,
+    Forget,
+    Frame,
+    GoOn,
+    Import,
+    Launch,
+    Pages,
+    RankOptions,
+    Ready,
+    Start,
+    Stop,
+    Sync,
+    Synced,
+    batch_of,
+    encode,
+    receive,
+    sources_of,
+)
 from .group import TensorGroup
 
 logger = logging.getLogger(__name__)
+
+SYNC_S = 2.0  # within which rank 0 tells that its launch has failed as well
+
+Progress = Callable[[int, int], None]  # graphs captured, of how many
 
 
 def open_model(options: RankOptions) -> Checkpoint:
@@ -34,39 +65,60 @@ def open_model(options: RankOptions) -> Checkpoint:
     return checkpoint
 
 
-def build_rank(
-    rank: int, options: RankOptions, checkpoint: Checkpoint
-) -> tuple[ModelRunner, TensorGroup]:
-    """This rank's runner; all ranks build at the same time."""
-    if options.device == "cuda":
-        torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
-    group = TensorGroup(
+def take_device(rank: int, options: RankOptions) -> int:
+    """Make this process the rank's device's; the device's free bytes, 0 on the CPU."""
+    if options.device != "cuda":
+        return 0
+    torch.cuda.set_device(rank)
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def join_group(rank: int, options: RankOptions, meet: Callable[[], None]) -> TensorGroup:
+    """All ranks join at the same time."""
+    return TensorGroup(
         rank,
         options.size,
         folder=Path(options.folder),
-        device=device,
+        device=torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu"),
         timeout_s=options.timeout_s,
+        is_ordered=options.deterministic,
+        meet=meet,
     )
-    if options.runner == "cuda":
-        from palmette.runtime.cuda_graphs import graph_rows_up_to
-        from palmette.runtime.cuda_runner import CudaRunner
 
+
+def build_rank(
+    group: Group,
+    options: RankOptions,
+    checkpoint: Checkpoint,
+    *,
+    progress: Progress | None = None,
+) -> ModelRunner:
+    """This rank's runner; all ranks build at the same time."""
+    if options.runner == "cuda":
+        from palmette.kernels.cuda.device import HostDevice
+        from palmette.runtime.cuda_runner import CudaRunner
+        from palmette.runtime.cuda_weights import cuda_weights
+
+        dtype = options.dtype or options.weights
         return CudaRunner(
             checkpoint,
             num_pages=options.num_pages,
             page_size=options.page_size,
-            dtype=options.weights,
+            dtype=dtype,
+            weights=None if options.weights == dtype else cuda_weights(options.weights),
             kv_dtype=options.kv_dtype,
             deterministic=options.deterministic,
             attention=options.attention,
-            graph_rows=graph_rows_up_to(options.max_running),
+            sampling=options.sampling if group.rank == 0 else "triton",
+            graph_rows=options.graph_rows,
+            device=None if options.device == "cuda" else HostDevice(),
+            progress=progress,
             group=group,
-            warm=True,
-        ), group
+            warm=options.device == "cuda",
+        )
     from palmette.runtime.torch_runner import TorchRunner
 
-    return TorchRunner(
+    runner = TorchRunner(
         checkpoint,
         num_pages=options.num_pages,
         page_size=options.page_size,
@@ -74,52 +126,129 @@ def build_rank(
         dtype=msgspec.convert(options.weights, Literal["fp32", "bf16"]),
         kv_dtype=msgspec.convert(options.kv_dtype, FloatDtype),
         group=group,
-    ), group
+    )
+    group.meet()
+    return runner
+
+
+class Worker:
+    """Follows rank 0 over `connection`, once the runner is built."""
+
+    def __init__(self, connection: Connection, runner: ModelRunner, group: TensorGroup) -> None:
+        self._connection = connection
+        self._runner = runner
+        self._group = group
+        self._exports: dict[int, PendingPages | bytes] = {}
+
+    def follow(self) -> None:
+        """Until `Stop`. Raises EOFError when rank 0 is gone, and whatever fails here alone."""
+        while not isinstance(frame := receive(self._connection), Stop):
+            if isinstance(frame, Launch):
+                self._launch(frame)
+            else:
+                self._do(frame)
+        self._runner.close()
+
+    def _launch(self, frame: Launch) -> None:
+        try:
+            sources = sources_of(frame)
+            if sources is None:
+                self._runner.launch(batch_of(frame))
+            else:
+                assert isinstance(self._runner, AheadRunner)
+                self._runner.launch_ahead(batch_of(frame), sources)
+            failure = None
+        except Exception as error:
+            logger.warning("launch failed: %r", error)
+            failure = error
+        # What failed on all ranks at the same call, as what is refused does, harms nobody else.
+        if failure is not None:
+            if not self._connection.poll(SYNC_S) or not isinstance(receive(self._connection), Sync):
+                raise failure
+            self._answer_sync(has_failed=True)
+
+    def _do(self, frame: Frame) -> None:
+        pool = self._runner.pool
+        if isinstance(frame, Copy):
+            pool.copy(frame.sources, frame.targets)
+        elif isinstance(frame, Export):
+            if isinstance(pool, StreamedPool):
+                self._exports[frame.id] = pool.export_later(frame.pages)
+            else:
+                self._exports[frame.id] = pool.export(frame.pages)
+        elif isinstance(frame, Fetch):
+            pages = self._exports.pop(frame.id)
+            data = pages if isinstance(pages, bytes) else pages.data()
+            self._connection.send_bytes(encode(Pages(data)))
+        elif isinstance(frame, Forget):
+            for number in frame.ids:
+                self._exports.pop(number, None)
+        elif isinstance(frame, Import):
+            pool.import_(frame.pages, frame.data)
+        else:
+            assert isinstance(frame, Sync), frame
+            self._answer_sync(has_failed=False)
+
+    def _answer_sync(self, *, has_failed: bool) -> None:
+        self._connection.send_bytes(encode(Synced(has_failed, self._group.num_calls)))
 
 
 def serve(connection: Connection) -> None:
-    """Until `Stop`, or until rank 0 is gone."""
-    start = decode(connection.recv_bytes())
+    """Until `Stop`. Raises EOFError when rank 0 is gone."""
+    start = receive(connection)
     assert isinstance(start, Start)
+
+    def meet() -> None:
+        connection.send_bytes(encode(Ready()))
+        assert isinstance(receive(connection), GoOn)
+
     try:
-        checkpoint = open_model(start.options)
-        connection.send_bytes(msgspec.msgpack.encode(Ready()))
-        runner, _ = build_rank(start.rank, start.options, checkpoint)
-    except Exception as error:
-        connection.send_bytes(msgspec.msgpack.encode(Ready(f"{type(error).__name__}: {error}")))
+        options = start.options
+        free_bytes = take_device(start.rank, options)
+        checkpoint = open_model(options)
+        connection.send_bytes(encode(Ready(free_bytes=free_bytes)))
+        build = receive(connection)
+        assert isinstance(build, Build)
+        options = msgspec.structs.replace(options, num_pages=build.num_pages)
+        group = join_group(start.rank, options, meet)
+        runner = build_rank(group, options, checkpoint)
+    except EOFError:
         raise
-    connection.send_bytes(msgspec.msgpack.encode(Ready()))
-    while True:
-        try:
-            data = connection.recv_bytes()
-        except EOFError:
-            return
-        frame = decode(data)
-        try:
-            if isinstance(frame, Launch):
-                runner.launch(batch_of(frame))
-            elif isinstance(frame, Copy):
-                runner.pool.copy(frame.sources, frame.targets)
-            elif isinstance(frame, Export):
-                connection.send_bytes(runner.pool.export(frame.pages))
-            elif isinstance(frame, Import):
-                runner.pool.import_(frame.pages, frame.data)
-            else:
-                assert isinstance(frame, Stop)
-                runner.close()
-                return
-        except ValueError as error:  # what rank 0 refused as well, before anything was computed
-            logger.warning("refused: %s", error)
+    except Exception as error:
+        connection.send_bytes(encode(Ready(error=f"{type(error).__name__}: {error}")))
+        raise
+    connection.send_bytes(encode(Ready()))
+    Worker(connection, runner, group).follow()
+
+
+def end_with(connection: Connection) -> None:
+    """End this process when rank 0's has: it may be waiting for a device that never answers."""
+    poller = select.poll()
+    poller.register(connection.fileno(), getattr(select, "POLLRDHUP", 0))  # and POLLHUP, always
+
+    def wait() -> None:
+        poller.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     connection = Connection(parser.parse_args().fd)
-    with connection:
+    end_with(connection)
+    try:
         serve(connection)
+    except (EOFError, ConnectionResetError, BrokenPipeError):
+        return 1  # rank 0 is gone
+    except BaseException:
+        traceback.print_exc()
+        return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # threads of collectives may wait for ranks that are gone

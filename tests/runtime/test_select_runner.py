@@ -217,7 +217,7 @@ def test_the_cuda_runner_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None
         runner.select_runner(EngineConfig(runner="cuda"))
 
 
-def test_ranks_hold_whole_numbers_of_devices_and_no_codes(machine: pytest.MonkeyPatch) -> None:
+def test_ranks_hold_whole_numbers_of_devices(machine: pytest.MonkeyPatch) -> None:
     having(machine, "torch", "triton")
     machine.setattr(runner, "_num_cuda_devices", lambda: 2)
     choice = runner.select_runner(EngineConfig(tensor_parallel=2))
@@ -225,5 +225,4 @@ def test_ranks_hold_whole_numbers_of_devices_and_no_codes(machine: pytest.Monkey
     assert choice.reason.endswith("; 2 ranks")
     with pytest.raises(ValueError, match="4 ranks, but torch sees 2 CUDA devices"):
         runner.select_runner(EngineConfig(tensor_parallel=4))
-    with pytest.raises(ValueError, match="int8 matrices are not cut over ranks"):
-        runner.select_runner(EngineConfig(tensor_parallel=2, weights="int8"))
+    assert runner.select_runner(EngineConfig(tensor_parallel=2, weights="int8")).weights == "int8"

@@ -17,10 +17,11 @@ from palmette.kernels.batch import ForwardBatch
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import run_all
-from palmette.runtime.models.shard import ALONE, Alone, cut_weight, shard_config
+from palmette.runtime.models.shard import ALONE, Alone, shard_config
+from palmette.runtime.rank_weights import rank_checkpoint
 from palmette.runtime.request import FinishReason, Request, SamplingParams
 from palmette.runtime.runner import select_runner
-from palmette.runtime.tensor_parallel import runner as runner_module
+from palmette.runtime.tensor_parallel import ranks as ranks_module
 from palmette.runtime.tensor_parallel.frames import RankOptions, batch_of, launch_frame
 from palmette.runtime.tensor_parallel.runner import RankFailed, TensorParallelRunner
 from palmette.runtime.torch_runner import TorchRunner
@@ -124,7 +125,7 @@ def test_a_dead_rank_ends_requests_with_a_clear_error(tiny_files: Path) -> None:
     engine.submit(wanted)
     engine.step()
     runner: Any = engine._runner
-    os.kill(runner._processes[0].pid, signal.SIGKILL)
+    os.kill(runner._ranks._processes[0].pid, signal.SIGKILL)
     started = time.monotonic()
     ends = {}
     while engine.has_work:
@@ -151,28 +152,30 @@ def test_a_rank_that_cannot_start_says_why(
         TensorParallelRunner(options(path, size=3))
     with pytest.raises(ValueError, match="no such file"):
         TensorParallelRunner(options(tmp_path / "none"))
-    monkeypatch.setattr(runner_module, "COMMAND", (sys.executable, "-c", "pass"))
-    with pytest.raises(RuntimeError, match="rank 1 ended while it started"):
+    monkeypatch.setattr(ranks_module, "COMMAND", (sys.executable, "-c", "pass"))
+    with pytest.raises(RuntimeError, match="rank 1 of 2 has ended \\(0\\) while it started"):
         TensorParallelRunner(options(path))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_of_weights_make_up_the_whole(size: int, tiny_models: Any) -> None:
     checkpoint = open_checkpoint(tiny_models.directory("llama"))
-    model = checkpoint.config
+    parts = [rank_checkpoint(checkpoint, Alone(rank, size)) for rank in range(size)]
+    assert parts[0].config == shard_config(checkpoint.config, size)
     for name in checkpoint.weights.names():
         whole = checkpoint.weights.get(name).to_float32()
-        parts = [cut_weight(name, whole, model, Alone(rank, size)) for rank in range(size)]
+        found = [part.weights.get(name).to_float32() for part in parts]
         if "norm" in name:
-            assert all(part is whole for part in parts)
+            for part in found:
+                np.testing.assert_array_equal(part, whole)
         elif "o_proj" in name or "down_proj" in name:
-            np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+            np.testing.assert_array_equal(np.concatenate(found, axis=1), whole)
         elif "k_proj" in name or "v_proj" in name:
-            repeats = max(1, size // model.num_kv_heads)
-            np.testing.assert_array_equal(np.concatenate(parts[::repeats]), whole)
+            repeats = max(1, size // checkpoint.config.num_kv_heads)
+            np.testing.assert_array_equal(np.concatenate(found[::repeats]), whole)
         else:
-            np.testing.assert_array_equal(np.concatenate(parts)[: len(whole)], whole)
-        assert cut_weight(name, whole, model, ALONE) is whole
+            np.testing.assert_array_equal(np.concatenate(found)[: len(whole)], whole)
+    assert rank_checkpoint(checkpoint, ALONE) is checkpoint
 
 
 def test_what_cannot_be_cut_is_refused(tiny_models: Any) -> None:
