@@ -12,7 +12,7 @@ Legend: T tokens, B sequences, P pages over all sequences, S sampled rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,10 @@ class ForwardBatch:
     """One step's input; all arrays int32, owned by the builder until the next step is built.
 
     The same object may be given for the next step, with other numbers in its arrays.
+
+    `run` is the same number, not 0, in steps of a builder that have the same sequences in the same
+    order, one row of each, all sampled, and whose page lists only grow: a backend may keep what it
+    made of such a step for the next one.
 
     A query at position p attends to the positions 0..p of its own page list. Two sequences may
     list the same page: within a layer all K and V of the step are written before any is read,
@@ -39,6 +43,7 @@ class ForwardBatch:
     kv_page_ids: Int32Array  # [P]
     kv_last_page_len: Int32Array  # [B] 1..page_size
     sample_rows: Int32Array  # [S] rows of which logits are wanted, ascending
+    run: Int32Array = field(default_factory=lambda: np.zeros(1, np.int32))  # [1]
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """Build the arrays of a step from its plan: numpy over rows, into buffers that are reused.
 
-Where the rows of a step are those of the step before, one token further on and in no new page,
-its arrays are counted up instead; while the rows stay, so do their parameters.
+Where the rows of a step are those of the step before, one token further on, its arrays are
+counted up instead and new pages put into their lists; while the rows stay, so do their parameters.
 
 Everything here is int32 and as long as the step needs; nothing is proportional to the context
 except the page lists, which are copied row by row from the sequence table.
@@ -11,9 +11,13 @@ Legend: T tokens, B sequences, P pages over all sequences, S sampled rows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
+from itertools import count
+from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.sampling import RowSampling, SampleBatch
@@ -25,6 +29,8 @@ from .sequence_table import SequenceTable
 
 MAX_KEPT = 64  # parameters of rows in orders that may come again
 CHOOSE = -1  # SampleBatch.targets of a row that chooses
+
+_num_tokens = attrgetter("num_tokens")
 
 
 class BatchBuilder:
@@ -60,12 +66,13 @@ class BatchBuilder:
         self._ahead = 0  # tokens of each decode that are not known yet
         self._num_sampled = 0
         self._scored: list[tuple[int, int, int]] = []  # (first, end) of S, num_top
-        self._batch: ForwardBatch | None = None  # the newest, if it may be continued
+        self._batch: ForwardBatch | None = None  # the newest
+        self._runs = count(1 + time.monotonic_ns() % 2**30)  # builders of a runner have their own
+        self._run = 0  # of the newest batch; 0: it cannot be continued
+        self._run_of_batch = np.zeros(1, np.int32)
         self._decodes: list[SequenceState] = []  # its rows
         self._version = -1  # of the table they were looked up in
-        self._num_tokens: list[int] = []  # of each
-        self._steps = np.empty((0, 5, 0), np.int32)  # `_growing` of the steps to come, last first
-        self._num_steady = 0  # how many: until one of them needs a page
+        self._num_tokens: list[int] = []  # of each, the `_ahead` of then not counted
         self._params: SampleBatch | None = None  # of these rows, if they stay the same
         self._masked: Masked = ()  # those of them with a grammar, by place in S
         self._kept: dict[tuple[int, ...], SampleBatch] = {}  # by arrivals in the order of S
@@ -76,40 +83,57 @@ class BatchBuilder:
         ahead: the decodes are still to get the token that this step computes, whose page the
         table has; its id is given as 0.
         """
-        version, self._ahead = self._table.version, int(ahead)
+        version, before, self._ahead = self._table.version, self._ahead, int(ahead)
         if plan.chunks or version != self._version or plan.decodes != self._decodes:
-            self._num_steady, self._params = 0, None  # other rows
-        if self._num_steady > 0 and self._continue(plan.decodes):
-            assert self._batch is not None
-            return self._batch
-        self._batch = self._build(plan)
-        self._decodes, self._version = plan.decodes, version
-        self._num_steady = 0
-        if plan.decodes and not plan.chunks:
-            self._foresee(len(plan.decodes))
+            self._run, self._params = 0, None  # other rows
+        num_tokens = list(map(_num_tokens, plan.decodes))
+        if self._run:
+            grown = 1 + before - self._ahead
+            if num_tokens == [number + grown for number in self._num_tokens]:
+                self._continue(plan.decodes)
+            else:
+                self._run = 0
+        if not self._run:
+            self._run = next(self._runs) if plan.decodes and not plan.chunks else 0
+            self._run_of_batch = np.array([self._run], np.int32)
+            self._decodes, self._version = plan.decodes, version
+            self._batch = self._build(plan)
+        self._num_tokens = num_tokens
+        assert self._batch is not None
         return self._batch
 
-    def _foresee(self, num_decodes: int) -> None:
-        """What grows, up to the next page: in a step a copy costs a tenth of an addition."""
-        growing = self._growing[:, :num_decodes]
-        self._num_tokens = self._ends[:num_decodes].tolist()
-        self._num_steady = self._page_size - int(growing[-1].max())
-        if self._num_steady == 0:
-            return
-        steps = self._counting[self._num_steady : 0 : -1]
-        self._steps = growing + steps[:, None, None]
-
-    def _continue(self, decodes: list[SequenceState]) -> bool:
-        """Count the arrays of the step before up; False where not each row is a token longer."""
+    def _continue(self, decodes: list[SequenceState]) -> None:
+        """Count the arrays of the step before up: each row is a token longer."""
         num_decodes = len(decodes)
-        self._num_tokens = [num_tokens + 1 for num_tokens in self._num_tokens]
-        ahead = self._ahead
-        if self._num_tokens != [sequence.num_tokens + ahead for sequence in decodes]:
-            return False
-        self._num_steady -= 1
-        self._growing[:, :num_decodes] = self._steps[self._num_steady]
+        is_full = self._last_page_len[:num_decodes] == self._page_size
+        self._growing[:, :num_decodes] += 1
+        if is_full.any():
+            self._add_pages(is_full)
         self._token_ids[:num_decodes] = self._newest(decodes)
-        return True
+
+    def _add_pages(self, is_full: NDArray[np.bool_]) -> None:
+        """The rows whose last page was full have begun the next one of the table."""
+        num_rows, places = len(is_full), np.flatnonzero(is_full)
+        self._last_page_len[places] = 1
+        index = self._positions[places] // self._page_size
+        pages = self._table.page_table[self._rows[places], index]
+        self._slots[places] = pages * self._page_size
+        num_pages = int(self._kv_indptr[num_rows]) + len(places)
+        if 4 * len(places) > num_rows or num_pages > len(self._page_ids):
+            self._build_pages(num_rows)
+        else:
+            self._insert_pages(pages.tolist(), self._kv_indptr[places + 1].tolist(), num_pages)
+            self._kv_indptr[1 : num_rows + 1] += np.cumsum(is_full, dtype=np.int32)
+        self._batch = self._as_batch(num_rows, num_rows, num_pages)
+
+    def _insert_pages(self, pages: list[int], ends: list[int], num_pages: int) -> None:
+        """Put each page at the end of its list, ascending; num_pages: with them."""
+        page_ids, stop = self._page_ids, num_pages
+        for shift in range(len(pages), 0, -1):
+            end = ends[shift - 1] + shift  # of its list, the page included
+            page_ids[end:stop] = page_ids[end - shift : stop - shift]
+            page_ids[end - 1] = pages[shift - 1]
+            stop = end - 1
 
     def _newest(self, decodes: list[SequenceState]) -> list[int] | int:
         return 0 if self._ahead else [sequence.generated[-1] for sequence in decodes]
@@ -127,15 +151,19 @@ class BatchBuilder:
             place += chunk.num_tokens
             self._qo_indptr[i + 1] = place
         num_pages = self._build_pages(num_sequences)
+        return self._as_batch(place, num_sequences, num_pages)
+
+    def _as_batch(self, num_tokens: int, num_sequences: int, num_pages: int) -> ForwardBatch:
         return ForwardBatch(
-            token_ids=self._token_ids[:place],
-            positions=self._positions[:place],
-            kv_slots=self._slots[:place],
+            token_ids=self._token_ids[:num_tokens],
+            positions=self._positions[:num_tokens],
+            kv_slots=self._slots[:num_tokens],
             qo_indptr=self._qo_indptr[: num_sequences + 1],
             kv_indptr=self._kv_indptr[: num_sequences + 1],
             kv_page_ids=self._page_ids[:num_pages],
             kv_last_page_len=self._last_page_len[:num_sequences],
             sample_rows=self._sample_rows[: self._num_sampled],
+            run=self._run_of_batch,
         )
 
     def _build_decodes(self, decodes: list[SequenceState]) -> None:

@@ -19,9 +19,10 @@ from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.cuda.device import Device, Graph
 from palmette.kernels.cuda.feed import feed_tokens
 from palmette.kernels.cuda.flashinfer import FlashInferAttention
-from palmette.kernels.cuda.staging import Section, Staging, layout_of, num_words
+from palmette.kernels.cuda.kept_work import ROOM
 from palmette.kernels.cuda.triton_attention import AttentionPlan, Tiles, TritonAttention
 
+from .graph_inputs import ITEM_ARRAYS, NAMES, GraphInputs
 from .models.config import ModelConfig
 from .models.fused_decoder import FusedDecoder
 
@@ -31,20 +32,6 @@ GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _ITEMS_PER_ROW = 64  # of 256 keys each: what a graph holds of long contexts
 _ITEMS = (1024, 8192)  # at least and at most per graph
 _GRAPH_PAGES = 1 << 18
-_ROW_ARRAYS = {  # what rows beyond the step's hold
-    "token_ids": 0,
-    "sources": -1,
-    "positions": 0,
-    "slots": -1,
-    "decode_rows": 0,
-    "first_parts": 0,
-    "num_parts": 0,
-    "row_parts": 0,
-    "row_order": 0,
-    "row_places": 0,
-}
-_ROW_NUMBERS = {"decode_rows", "row_order", "row_places"}  # they hold themselves
-_ITEM_ARRAYS = ("item_first", "item_count", "item_pages", "item_split", "item_rows")
 
 CaptureProgress = Callable[[int, int], None]  # graphs captured, of how many
 
@@ -52,7 +39,6 @@ CaptureProgress = Callable[[int, int], None]  # graphs captured, of how many
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: Graph
-    layout: Mapping[str, Section]
     views: Mapping[str, Tensor]  # of the arrays that it reads
     logits: Tensor  # [rows, V] float32
 
@@ -84,9 +70,12 @@ class DecodeGraphs:
         self._attention = attention
         self._chosen = chosen
         self._rows = tuple(rows)
-        self._pages_per_row = -(-max_positions // attention.pool.page_size)
+        page_size = attention.pool.page_size
+        self._pages_per_row = -(-max_positions // page_size) + ROOM // page_size
         self._graphs: dict[tuple[int, Tiles], _Captured | None] = {}
-        self._staging: Staging | None = None
+        self._inputs = GraphInputs(device, {size: self._lengths(size) for size in rows})
+        self._newest_plan: AttentionPlan | None = None
+        self._newest_rows: int | None = None  # of the graph for it
         self._logits: Tensor | None = None  # [most rows, V] float32: what all graphs write
         self.num_bytes = 0  # of device memory
         self.num_replays = 0
@@ -112,18 +101,10 @@ class DecodeGraphs:
         key = rows, plan.tiles
         if key not in self._graphs:
             self._capture(*key)
-        captured, staging = self._graphs[key], self._staging
+        captured = self._graphs[key]
         if captured is None:
             return None
-        assert staging is not None
-        given = {"token_ids": batch.token_ids, "sources": sources, **plan.arrays}
-        arrays = {name: given[name] for name in captured.layout}
-        missing = rows - batch.num_tokens
-        for name in arrays.keys() & _ROW_ARRAYS.keys():
-            arrays[name] = np.pad(arrays[name], (0, missing), constant_values=_ROW_ARRAYS[name])
-        for name in arrays.keys() & _ROW_NUMBERS:
-            arrays[name][batch.num_tokens :] = np.arange(batch.num_tokens, rows)
-        staging.upload(arrays, captured.layout)
+        self._inputs.put(rows, plan, batch, sources)
         self._attention.before_replay(plan, rows, captured.views)
         captured.graph.replay()
         self.newest = captured.graph
@@ -134,30 +115,35 @@ class DecodeGraphs:
         num_rows = batch.num_tokens
         if not self.is_on or plan.num_tiles or plan.num_decodes != num_rows or num_rows == 0:
             return None
-        if not np.array_equal(batch.sample_rows, np.arange(num_rows)):
-            return None
+        if plan.kept is not None and plan is self._newest_plan:
+            return self._newest_rows
         rows = next((size for size in self._rows if size >= num_rows), None)
-        if rows is None or plan.num_parts > _num_items(rows):
-            return None
-        return rows if len(batch.kv_page_ids) <= self._num_pages(rows) else None
+        if not np.array_equal(batch.sample_rows, np.arange(num_rows)):
+            rows = None
+        elif rows is not None and (
+            plan.num_parts > _num_items(rows)
+            or len(plan.arrays["page_ids"]) > self._num_pages(rows)
+        ):
+            rows = None
+        self._newest_plan, self._newest_rows = plan, rows
+        return rows
 
     def _num_pages(self, rows: int) -> int:
         return min(rows * self._pages_per_row, _GRAPH_PAGES)
 
-    def _empty_arrays(self, rows: int) -> dict[str, Int32Array]:
-        """A graph's arrays at their full length, in the order of its layout; nothing to do."""
-        arrays = {name: np.full(rows, fill, np.int32) for name, fill in _ROW_ARRAYS.items()}
-        arrays.update({name: np.arange(rows, dtype=np.int32) for name in sorted(_ROW_NUMBERS)})
-        arrays["num_items"] = np.zeros(1, np.int32)
-        arrays.update({name: np.zeros(_num_items(rows), np.int32) for name in _ITEM_ARRAYS})
-        arrays["page_ids"] = np.zeros(self._num_pages(rows), np.int32)
+    def _lengths(self, rows: int) -> dict[str, int]:
+        """Of the arrays of a graph of so many rows."""
+        lengths = {
+            **dict.fromkeys(NAMES, rows),
+            **dict.fromkeys(ITEM_ARRAYS, _num_items(rows)),
+            "num_items": 1,
+            "page_ids": self._num_pages(rows),
+        }
         known = ("token_ids", "sources", *self._attention.array_names)
-        return {name: array for name, array in arrays.items() if name in known}
+        return {name: length for name, length in lengths.items() if name in known}
 
     def _capture_all(self, progress: CaptureProgress | None) -> None:
         started, before = time.monotonic(), self._device.memory_used()
-        largest = layout_of(self._empty_arrays(self._rows[-1]))
-        self._staging = Staging(self._device, num_words(largest))
         for done, rows in enumerate(reversed(self._rows)):  # the others fit the largest's memory
             if progress is not None:
                 progress(done, len(self._rows))
@@ -191,12 +177,7 @@ class DecodeGraphs:
 
     def _captured(self, rows: int, tiles: Tiles) -> _Captured | None:
         """None when CUDA refused. What the kernels raise without a capture is raised."""
-        staging = self._staging
-        assert staging is not None
-        arrays = self._empty_arrays(rows)
-        layout = layout_of(arrays)
-        staging.upload(arrays, layout)
-        views = staging.views(layout)
+        arrays, views = self._inputs.clear(rows)
         plan = self._attention.graph_plan(rows, tiles, arrays)
         self._attention.before_replay(plan, rows, views)
         warm: list[Tensor] = []  # what the first run gives
@@ -204,7 +185,13 @@ class DecodeGraphs:
 
         def step() -> None:
             self._attention.bind(plan, views)
-            token_ids = feed_tokens(views["token_ids"], views["sources"], self._chosen)
+            token_ids = feed_tokens(
+                views["token_ids"],
+                views["sources"],
+                self._chosen,
+                lists=views if "row_pages" in views else None,
+                page_size=self._attention.pool.page_size,
+            )
             logits = self._model.forward(token_ids, views["positions"], None, self._attention)
             if kept:
                 kept[0].copy_(logits)
@@ -228,7 +215,7 @@ class DecodeGraphs:
             self._may_capture = False
             logger.error("cuda graphs: %d rows were not captured, no more are: %s", rows, error)
             return None
-        return _Captured(graph, layout, views, kept[0])
+        return _Captured(graph, views, kept[0])
 
     def _logits_of(self, example: Tensor) -> Tensor:
         """Memory for logits like these: that of the largest graph so far."""

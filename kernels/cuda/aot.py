@@ -295,14 +295,17 @@ def _sampler() -> Variant:
 
 def _feed() -> Iterator[Variant]:
     """Of no floating-point kind: what a step takes from the choice before it."""
-    yield Variant(
-        name="feed_tokens",
-        kernel=feed_kernel,
-        types={**dict.fromkeys(("token_ids", "sources", "chosen", "out"), "*i32"), **_ROWS},
-        constants={"BLOCK": 256},
-        scalars=("num_rows",),
-        in_short_list=True,
-    )
+    pointers = ("token_ids", "sources", "chosen", "out")
+    lists = ("positions", "slots", "row_pages", "page_ids")
+    for page in (0, 16):
+        yield Variant(
+            name=f"feed_tokens{' pages' if page else ''}",
+            kernel=feed_kernel,
+            types={**dict.fromkeys((*pointers, *lists), "*i32"), **_ROWS},
+            constants={"BLOCK": 256, "PAGE": page},
+            scalars=("num_rows",),
+            in_short_list=bool(page),
+        )
     for has_rows in (False, True):
         yield Variant(
             name=f"uniforms{' rows' if has_rows else ''}",

@@ -1,6 +1,11 @@
-"""What a step takes from the choice before it, on the device: its token ids, and random numbers."""
+"""What a step takes from the choice before it, on the device: its token ids, and random numbers.
+
+The steps of a graph also write down there which pages their rows have begun.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -13,28 +18,48 @@ _BLOCK = 256
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def feed_kernel(token_ids, sources, chosen, out, num_rows, BLOCK: tl.constexpr):
+def feed_kernel(
+    token_ids, sources, chosen, out, positions, slots, row_pages, page_ids, num_rows,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
     given = tl.load(token_ids + row, mask=inside, other=0)
     source = tl.load(sources + row, mask=inside, other=-1)
     fed = tl.load(chosen + source, mask=inside & (source >= 0), other=0)
     tl.store(out + row, tl.where(source >= 0, tl.maximum(fed, 0), given), mask=inside)
+    if PAGE > 0:
+        slot = tl.load(slots + row, mask=inside, other=-1)
+        first = tl.load(row_pages + row, mask=inside, other=-1)
+        index = tl.load(positions + row, mask=inside, other=0) // PAGE
+        tl.store(page_ids + first + index, slot // PAGE, mask=(slot >= 0) & (first >= 0))
 
 
-def feed_tokens(token_ids: Tensor, sources: Tensor, chosen: Tensor) -> Tensor:
+def feed_tokens(
+    token_ids: Tensor,
+    sources: Tensor,
+    chosen: Tensor,
+    *,
+    lists: Mapping[str, Tensor] | None = None,
+    page_size: int = 0,
+) -> Tensor:
     """[T], [T], [C] int32 -> [T]: chosen[source] where source >= 0, else the given id.
 
-    A row whose choice failed (-1) gets id 0.
+    A row whose choice failed (-1) gets id 0. lists: also puts the page of each row's slot into its
+    list: page_ids[row_pages + positions // page_size] = slots // page_size, all int32, the others
+    [T]; rows whose slot or row_pages is -1 have none.
     """
     check("token_ids", token_ids, ndim=1, dtypes=(torch.int32,))
     check("sources", sources, ndim=1, dtypes=(torch.int32,))
     out = torch.empty_like(token_ids)
     num_rows = len(token_ids)
     if num_rows:
+        names = ("positions", "slots", "row_pages", "page_ids")
+        own = [token_ids if lists is None else lists[name] for name in names]
         feed_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-            token_ids, sources, chosen, out, num_rows, BLOCK=_BLOCK, num_warps=4
-        )
+            token_ids, sources, chosen, out, *own, num_rows,
+            BLOCK=_BLOCK, PAGE=0 if lists is None else page_size, num_warps=4,
+        )  # fmt: skip
     return out
 
 

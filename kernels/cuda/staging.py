@@ -20,6 +20,7 @@ _DTYPES = {
     np.dtype(np.float64): torch.float64,
     np.dtype(np.int64): torch.int64,
 }
+_MAX_FRONTS = 64  # views kept of parts that were uploaded
 _DEPTH = 3  # host buffers in turn: of the step that runs, the one launched ahead, and the next
 
 
@@ -59,7 +60,9 @@ class Staging:
     def _reserve(self, capacity: int) -> None:
         self._target = torch.zeros(capacity, dtype=torch.int32, device=self._device.torch_device)
         self._hosts = [self._device.host_buffer(capacity) for _ in range(_DEPTH)]
+        self._words = [host.numpy() for host in self._hosts]
         self._copied = [self._device.event() for _ in range(_DEPTH)]
+        self._fronts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def views(self, layout: Mapping[str, Section]) -> dict[str, Tensor]:
         """The sections on the device; valid until the buffer grows."""
@@ -76,10 +79,8 @@ class Staging:
         end = num_words(layout)
         if end > len(self._target):
             self._reserve(2 * end)
-        self._turn = (self._turn + 1) % _DEPTH
-        host = self._hosts[self._turn]
-        self._copied[self._turn].synchronize()  # its last copy has been read
-        words = host.numpy()
+        turn = self._next_turn()
+        words = self._words[turn]
         first, last = end, 0
         for name, array in arrays.items():
             start = layout[name].start
@@ -87,5 +88,24 @@ class Staging:
             words[start : start + len(flat)] = flat
             first, last = min(first, start), max(last, start + len(flat))
         if last > first:
-            self._device.copy(self._target[first:last], host[first:last])
-        self._copied[self._turn].record()
+            self._device.copy(self._target[first:last], self._hosts[turn][first:last])
+        self._copied[turn].record()
+
+    def upload_front(self, words: NDArray[np.int32]) -> None:
+        """Copy `words`, no more than there is room for, to the start; does not wait for it."""
+        turn = self._next_turn()
+        end = len(words)
+        self._words[turn][:end] = words
+        front = self._fronts.get((turn, end))
+        if front is None:
+            if len(self._fronts) >= _MAX_FRONTS:
+                self._fronts.clear()
+            front = self._fronts[turn, end] = self._target[:end], self._hosts[turn][:end]
+        self._device.copy(*front)
+        self._copied[turn].record()
+
+    def _next_turn(self) -> int:
+        """Which host buffer to fill: its last copy has been read."""
+        self._turn = (self._turn + 1) % _DEPTH
+        self._copied[self._turn].synchronize()
+        return self._turn

@@ -17,6 +17,7 @@ from palmette.kernels.reference import check_batch
 
 from .codes import readable
 from .common import INTERPRETED, LOG2E, capability_of, padded
+from .kept_work import KeptWork
 from .paged_decode import paged_decode_kernel, reduce_kernel
 from .paged_extend import paged_extend_kernel
 from .work import SPLIT, decode_work, extend_work
@@ -25,7 +26,8 @@ HEAD_DIMS = range(16, 257)
 MIN_BLOCK_M = 16  # rows of the smallest matrix instruction
 _DECODE_ARRAYS = (
     *("slots", "positions", "num_items", "decode_rows", "first_parts", "num_parts", "row_parts"),
-    *("item_first", "item_count", "item_pages", "item_split", "item_rows", "page_ids"),
+    *("item_first", "item_count", "item_pages", "item_split", "item_rows"),
+    *("row_pages", "page_ids"),
 )
 
 
@@ -69,7 +71,10 @@ def narrow_tiles(head_dim: int, group: int, element_bytes: int = 2) -> Tiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """A step's work: what decides the launches, and the arrays the kernels read."""
+    """A step's work: what decides the launches, and the arrays the kernels read.
+
+    kept: the same plan may be given for the next step, with other numbers in its arrays.
+    """
 
     num_decodes: int
     num_parts: int
@@ -78,6 +83,7 @@ class AttentionPlan:
     tiles: Tiles  # of the decode launch
     arrays: Mapping[str, Int32Array]
     graph_rows: int = 0  # of the graph that is captured with it
+    kept: KeptWork | None = None
 
 
 class TritonAttention:
@@ -138,6 +144,7 @@ class TritonAttention:
             "UPCAST": INTERPRETED,
             "SCALED": scaled,
         }
+        self._kept: AttentionPlan | None = None  # of the newest step, if that is one of a run
         self._plan: AttentionPlan | None = None
         self._views: Mapping[str, Tensor] = {}
 
@@ -162,15 +169,18 @@ class TritonAttention:
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
         """The step's work, on the host. ValueError when the batch contradicts itself."""
+        newest, self._kept = self._kept, None
+        if newest is not None and newest.kept is not None and newest.kept.advance(batch):
+            self._kept = newest
+            return newest
         page_size = self._pool.page_size
         check_batch(batch, num_pages=self._pool.num_pages, page_size=page_size)
         wide_rows = self._wide.block_m // self._group_pad
-        decode = decode_work(
-            batch,
-            page_size=page_size,
-            window=self._window,
-            share_rows=wide_rows if self._share else 1,
-        )
+        share_rows = wide_rows if self._share else 1
+        if batch.run[0]:
+            self._kept = self._keep(batch, share_rows)
+            return self._kept
+        decode = decode_work(batch, page_size=page_size, window=self._window, share_rows=share_rows)
         extend = extend_work(batch, tile_tokens=wide_rows, window=self._window)
         return AttentionPlan(
             num_decodes=len(decode.rows),
@@ -198,6 +208,25 @@ class TritonAttention:
                 "tile_ends": extend.ends,
                 "page_ids": batch.kv_page_ids,
             },
+        )
+
+    def _keep(self, batch: ForwardBatch, share_rows: int) -> AttentionPlan:
+        """The plan of the first step of a run, with room for the steps behind it."""
+        kept = KeptWork(
+            batch,
+            page_size=self._pool.page_size,
+            num_pages=self._pool.num_pages,
+            window=self._window,
+            share_rows=share_rows,
+        )
+        return AttentionPlan(
+            num_decodes=batch.num_tokens,
+            num_parts=kept.num_parts,
+            num_items=kept.num_items,
+            num_tiles=0,
+            tiles=self._wide if kept.num_shared else self._narrow,
+            arrays=kept.arrays,
+            kept=kept,
         )
 
     def bind(self, plan: AttentionPlan, views: Mapping[str, Tensor]) -> None:

@@ -59,11 +59,17 @@ class ExtendWork:
 
 
 def decode_work(
-    batch: ForwardBatch, *, page_size: int, window: int | None, share_rows: int
+    batch: ForwardBatch,
+    *,
+    page_size: int,
+    window: int | None,
+    share_rows: int,
+    spare_parts: int = 0,
 ) -> DecodeWork:
     """Work of the rows that are alone in their sequence.
 
-    share_rows: how many rows one item may serve; 1 reads a shared page once per row.
+    share_rows: how many rows one item may serve; 1 reads a shared page once per row. spare_parts:
+    places for more parts behind those of each row.
     """
     lengths = np.diff(batch.qo_indptr)
     alone = np.flatnonzero(lengths == 1)
@@ -72,11 +78,12 @@ def decode_work(
     pages = batch.kv_indptr[alone]
     first_split = _first_split(positions, window)
     num_parts = positions // SPLIT + 1 - first_split
-    first_parts = np.cumsum(num_parts) - num_parts
+    first_items = np.cumsum(num_parts) - num_parts  # if none had more than one row
+    first_parts = first_items + spare_parts * np.arange(len(rows))
     row_parts = np.zeros(batch.num_tokens, np.int32)
     row_parts[rows] = first_parts - first_split
     owner = np.repeat(np.arange(len(rows)), num_parts)
-    split = np.arange(len(owner)) - first_parts[owner] + first_split[owner]
+    split = np.arange(len(owner)) + (first_split - first_items)[owner]
     leaders, members, counts = (
         _groups(batch, pages, positions, owner, split, page_size=page_size, share_rows=share_rows)
         if share_rows > 1
@@ -114,7 +121,8 @@ def _groups(
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
     """(leader, members in order, member counts) of the items.
 
-    Parts are one item when they are the same split, full for every row, over the same page ids.
+    Parts are one item when they are the same split, not the newest of a row, over the same page
+    ids.
     In a prefix tree rows that share anything share their first page: that is looked at first.
     """
     per_split = SPLIT // page_size
@@ -124,7 +132,7 @@ def _groups(
     joined = np.zeros(len(pages), np.bool_)
     joined[order[1:][is_same]] = True
     joined[order[:-1][is_same]] = True
-    whole_splits = (positions + 1) // SPLIT  # of a row, from the start
+    whole_splits = positions // SPLIT  # of a row: those before that of its newest key
     candidate = split < np.where(joined, whole_splits, 0)[owner]
     candidates = np.flatnonzero(candidate)
     if len(candidates) < 2:

@@ -30,7 +30,7 @@ def batch(rows: list[tuple[list[int], int, list[int]]], *, sample: bool = True) 
             zip(
                 ForwardBatch.__dataclass_fields__,
                 [np.array(values, np.int32) for values in arrays],
-                strict=True,
+                strict=False,  # it is no run
             )
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -281,3 +282,39 @@ def test_a_bad_batch_raises_and_leaves_the_runner_usable(
     with pytest.raises(ValueError, match=message):
         runner.launch(type(batch)(**arrays))
     np.testing.assert_array_equal(logits_of(runner.launch(batch)), before)
+
+
+def test_steps_of_a_run_upload_what_is_new_and_give_the_same_bits(
+    tiny_models: Any, runner_of: Any, fake_devices: Any, model_driver: Any
+) -> None:
+    """One row begins a page and a part of attention; then it leaves."""
+
+    class Device(fake_devices.RecordingDevice):  # type: ignore[misc]
+        def copy(self, target: Any, source: Any) -> None:
+            super().copy(target, source)
+            self.calls[-1] = f"copy {len(source)}"
+
+    path, results, calls = tiny_models.directory("llama3"), [], []
+    runner, device = runner_of(path, graph_rows=(2,), num_pages=40, device=Device())
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(2):
+        for side in (runner.pool.keys(layer), runner.pool.values(layer)):
+            side.normal_(generator=generator)
+    for is_run in (False, True):
+        driver = model_driver(runner)
+        driver.batch({"a": [3] * 255, "b": [3] * 252})  # in the pool is what was there
+        device.calls.clear()
+        found = []
+        for step, names in enumerate(("ab", "ab", "ab", "b")):
+            batch = driver.batch({name: [step + 3] for name in names})
+            if is_run:
+                batch = replace(batch, run=np.array([len(names)], np.int32))
+            found.append(logits_of(runner.launch(batch)))
+        results.append(found)
+        calls.append([int(call[5:]) for call in device.calls if call.startswith("copy")])
+    assert runner.graph_replays == 8
+    for plain, kept in zip(*results, strict=True):
+        np.testing.assert_array_equal(kept, plain)
+    assert min(calls[0]) > 5 * 1024  # all arrays of 1024 items, and the page lists
+    everything, parts, rows, other_rows = calls[1]
+    assert rows == 14 < 4 * 1024 < parts < 5 * 1024 < min(everything, other_rows)

@@ -23,6 +23,21 @@ def test_rows_take_their_id_from_the_choice_or_from_the_batch() -> None:
     assert len(feed_tokens(given[:0], sources[:0], chosen)) == 0
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_row_puts_the_page_of_its_slot_into_its_list(page_size: int) -> None:
+    ids = torch.zeros(3, dtype=torch.int32)
+    lists = {
+        "positions": torch.tensor([5, 33, 40], dtype=torch.int32),
+        "slots": torch.tensor([7 * page_size, -1, 9 * page_size], dtype=torch.int32),
+        "row_pages": torch.tensor([2, 4, -1], dtype=torch.int32),  # the others write nothing
+        "page_ids": torch.full((60,), -5, dtype=torch.int32),
+    }
+    expected = lists["page_ids"].clone()
+    expected[2 + 5 // page_size] = 7
+    assert feed_tokens(ids, ids - 1, ids, lists=lists, page_size=page_size).equal(ids)
+    assert lists["page_ids"].equal(expected)
+
+
 @pytest.mark.parametrize("with_rows", [False, True])
 def test_random_numbers_are_those_of_the_host(with_rows: bool) -> None:
     rng = np.random.default_rng(2)
