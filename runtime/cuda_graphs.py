@@ -22,7 +22,7 @@ from palmette.kernels.cuda.flashinfer import FlashInferAttention
 from palmette.kernels.cuda.kept_work import ROOM
 from palmette.kernels.cuda.triton_attention import AttentionPlan, Tiles, TritonAttention
 
-from .graph_inputs import ITEM_ARRAYS, NAMES, GraphInputs
+from .cuda_inputs import ITEM_ARRAYS, NAMES, GraphInputs
 from .models.config import ModelConfig
 from .models.fused_decoder import FusedDecoder
 
