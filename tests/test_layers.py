@@ -21,6 +21,7 @@ HEAVY = {
         "runtime/tensor_parallel/",
         "runtime/torch_runner.py",
         "runtime/cuda_graphs.py",
+        "runtime/cuda_inputs.py",
         "runtime/cuda_runner.py",
         "runtime/models/",
     ),
