@@ -72,6 +72,14 @@ def _explained(path: Path) -> Iterator[None]:
     """An error of the system, which may be no more than "not permitted", as one for the user."""
     try:
         yield
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, by name: it may not be here
+            raise
+        reason = str(error).split(". GPU")[0]  # the rest is about torch's allocator
+        raise ValueError(
+            f"cannot load {path}: {reason}; choose a smaller --memory-fraction, --kv-tokens or "
+            "--max-running, or end what else uses the GPU"
+        ) from error
     except OSError as error:
         if error.errno is None:  # has a message of its own, as ctypes' of a damaged library
             raise ValueError(f"cannot load {path}: {error}; {_DOCTOR}") from error

@@ -102,6 +102,7 @@ class CudaDevice:
     def __init__(self, stream: Any = None) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.current_stream() if stream is None else stream
+        self._raw_stream: int = self._stream.cuda_stream
         self._pool: Any = None  # memory that all graphs share
         self._capture_stream: Any = None
         self._broken: list[Any] = []  # graphs that the allocator may still ask
@@ -113,10 +114,9 @@ class CudaDevice:
         self.submit(lambda: target.copy_(source, non_blocking=True))
 
     def submit(self, work: Callable[[], object]) -> None:
-        if (
-            torch.cuda.current_device() == self.torch_device.index
-            and torch.cuda.current_stream() == self._stream
-        ):
+        index = self.torch_device.index
+        is_current = torch._C._cuda_getCurrentRawStream(index) == self._raw_stream
+        if is_current and torch.cuda.current_device() == index:
             work()
         else:
             with torch.cuda.stream(self._stream):

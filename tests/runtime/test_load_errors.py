@@ -57,6 +57,23 @@ def test_an_error_of_the_system_has_the_path_and_the_way_out(
     assert caught.value.__cause__ is error
 
 
+def test_a_gpu_that_does_not_hold_it_names_what_to_make_smaller(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OutOfMemoryError(RuntimeError):
+        """As torch has it."""
+
+    def refuse(config: EngineConfig) -> None:
+        raise OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB"
+        )
+
+    monkeypatch.setattr(load, "select_runner", refuse)
+    with pytest.raises(ValueError, match=r"2\.00 GiB; choose a smaller --memory") as caught:
+        load.load_engine(EngineConfig(model=str(model)))
+    assert one_line(caught).startswith(f"cannot load {model}: CUDA out of memory")
+
+
 def test_a_name_is_no_configuration() -> None:
     with pytest.raises(TypeError, match=r"EngineConfig\(model='smollm2'\)"):
         load.load_engine("smollm2")  # type: ignore[arg-type]

@@ -13,22 +13,30 @@ import torch
 from palmette.kernels.cuda.device import CudaDevice
 
 
+class Stream(str):
+    """Known by its name."""
+
+    @property
+    def cuda_stream(self) -> str:
+        return str(self)
+
+
 class Cuda:
     """What torch keeps for a thread, and its allocator's captures."""
 
     def __init__(self) -> None:
-        self.index, self.stream = 0, "default"
+        self.index, self.stream = 0, Stream("default")
         self.num_streams = 0
         self.captures: list[str] = []
         self.breaks_off = False
         self.graphs: list[str] = []
 
-    def make_stream(self, _device: Any = None) -> str:
+    def make_stream(self, _device: Any = None) -> Stream:
         self.num_streams += 1
-        return f"stream {self.num_streams}"
+        return Stream(f"stream {self.num_streams}")
 
     @contextmanager
-    def entered(self, stream: str) -> Iterator[None]:
+    def entered(self, stream: Stream) -> Iterator[None]:
         before = self.index, self.stream
         self.index, self.stream = 0, stream
         try:
@@ -41,7 +49,7 @@ class Cuda:
             raise RuntimeError("not currently recording to mempool_id")
         self.captures.remove(pool)
 
-    def recording(self, graph: Any, *, pool: str, stream: str, capture_error_mode: str) -> Any:
+    def recording(self, graph: Any, *, pool: str, stream: Stream, capture_error_mode: str) -> Any:
         return Recording(self, pool, stream, capture_error_mode)
 
 
@@ -56,7 +64,7 @@ class Graph:
 class Recording:
     """As `torch.cuda.graph`: what `capture_end` raises comes before the stream is put back."""
 
-    def __init__(self, cuda: Cuda, pool: str, stream: str, mode: str) -> None:
+    def __init__(self, cuda: Cuda, pool: str, stream: Stream, mode: str) -> None:
         self._cuda, self._pool, self._stream = cuda, pool, stream
         assert mode == "thread_local"
 
@@ -85,7 +93,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     }
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end_allocate, raising=False)
+    for name, function in (
+        ("_cuda_endAllocateToPool", cuda.end_allocate),
+        ("_cuda_getCurrentRawStream", lambda _: cuda.stream),
+    ):
+        monkeypatch.setattr(torch._C, name, function, raising=False)
     return cuda
 
 
@@ -99,7 +111,7 @@ def test_work_goes_into_the_queue_whatever_is_current(cuda: Cuda) -> None:
         seen.append((cuda.index, cuda.stream))
 
     device.submit(work)
-    for cuda.index, cuda.stream in ((0, "a caller's"), (1, "default")):
+    for cuda.index, cuda.stream in ((0, Stream("a caller's")), (1, Stream("default"))):
         device.submit(work)
         device.side().submit(work)
         graph.replay()
