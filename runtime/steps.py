@@ -121,7 +121,7 @@ class Steps:
                 return
             result = self._forward(plan)
         except Exception as error:  # fault boundary: the rows of this plan
-            self._isolate(plan, error)
+            self._isolate(plan, error, num_tokens=plan.num_tokens)
         else:
             self._commit(plan, result, plan.num_tokens)
             self._scheduler.budget.observe(self._clock() - start)
@@ -143,7 +143,7 @@ class Steps:
             ahead, self._flight, self._ahead = self._ahead, None, None
             if ahead is not None:
                 self._scheduler.abandon(ahead.lead.plan)
-            self._isolate(flight.plan, error)
+            self._isolate(flight.plan, error, num_tokens=flight.num_tokens)
         else:
             now = self._clock()
             seconds = now - max(flight.launched_at, self._landed_at)
@@ -173,7 +173,7 @@ class Steps:
             params = self._sampling(launched, dropped) if launched.num_sampled else None
             pending = ahead.handle.start(params)
         except Exception as error:  # fault boundary: the rows of this plan
-            self._isolate(plan, error)
+            self._isolate(plan, error, num_tokens=launched.num_tokens)
             return True
         self._counters.overlapped_steps += 1
         num_tokens = launched.num_tokens
@@ -257,14 +257,15 @@ class Steps:
         self._counters.forward_tokens += num_tokens
         self._counters.commit_s += self._clock() - start
 
-    def _isolate(self, plan: StepPlan, error: Exception) -> None:
-        """A forward pass raised: repeat it row by row; rows that raise alone end."""
+    def _isolate(self, plan: StepPlan, error: Exception, *, num_tokens: int) -> None:
+        """A forward pass of so many tokens raised, of which `plan` is what is wanted: repeat it
+        row by row; rows that raise alone end."""
         self._counters.failed_steps += 1
         logger.error("forward pass of %d rows failed: %r", plan.num_sequences, error)
         self._scheduler.abandon(plan)
         self._is_launching = False
         self._faults.clear()
-        if plan.num_sequences == 1:
+        if plan.num_sequences == 1 and plan.num_tokens == num_tokens:
             self._hooks.on_fault(plan.sequences()[0], error)
             self._end_aborted()
             return

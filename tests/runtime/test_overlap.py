@@ -244,6 +244,118 @@ def test_a_step_that_fails_late_costs_those_who_fail_alone(when: int, delayed: A
     assert engine.stats().used_pages == 0
 
 
+def stepped(engine: Engine, arriving: dict[int, list[Request]]) -> dict[str, Answer]:
+    """Submits what arrives before a step, by its number, until all have ended."""
+    answers: dict[str, Answer] = {}
+    left = dict(arriving)
+    for number in range(1000):
+        engine.submit(left.pop(number, []))
+        if not left and not engine.has_work:
+            return answers
+        collect(answers, engine.step())
+        engine.check()
+    raise AssertionError("the engine does not come to an end")
+
+
+def plain(name: str, num_prompt: int, max_new: int, **fields: Any) -> Request:
+    sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0, ignore_eos=True)
+    ids = tuple((7 * i + len(name)) % 256 for i in range(num_prompt))
+    return Request(request_id=name, prompt_ids=ids, sampling=sampling, **fields)
+
+
+@pytest.mark.parametrize(
+    "arriving",
+    [
+        {0: [plain("long", 100, 3)]},  # chunk after chunk
+        {0: [plain("first", 3, 40)], 9: [plain("later", 60, 4)], 20: [plain("last one", 9, 9)]},
+        {
+            0: [
+                plain("a", 3, 30),
+                plain("equal", 40, 3),
+                replace(plain("equal", 40, 3), request_id="b"),
+            ]
+        },
+        {  # scored rows of prompts, beside decodes
+            0: [plain("first", 3, 40)],
+            2: [plain("scored", 50, 5, logprobs=LogprobOptions(output=True, prompt_start=0))],
+        },
+        {  # tokens that are forced: a chunk, two steps later
+            0: [plain("first", 3, 40), plain("forced", 9, 30, grammar=GRAMMARS[0])],
+        },
+        {  # the same where each of them is scored
+            0: [
+                plain("first", 3, 40),
+                plain("f", 9, 30, grammar=GRAMMARS[0], logprobs=LogprobOptions(output=True)),
+            ],
+        },
+    ],
+)
+def test_all_steps_but_the_first_are_launched_ahead(
+    arriving: dict[int, list[Request]], delayed: Any
+) -> None:
+    small = {"token_budget": 16, "mixed_chunk_tokens": 6}
+    requests = [request for came in arriving.values() for request in came]
+    expected = run_all(fake(None), requests)
+    engine = fake(delayed, **small)
+    found = stepped(engine, arriving)
+    for name, answer in expected.items():
+        assert told(found[name]) == told(answer), name
+        usage = found[name].usage
+        assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
+    stats = engine.stats()
+    assert stats.steps - stats.overlapped_steps == 1
+    assert stats.used_pages == 0
+
+
+def test_a_grammar_that_compiles_keeps_no_step_back(delayed: Any) -> None:
+    class Gated(GrammarCompiler):
+        is_open = False
+
+        def ready(self, spec: GrammarSpec) -> bool:
+            return self.is_open and super().ready(spec)
+
+    grammars = Gated(ByteTokenizer().vocabulary(300), select_backend())
+    runner = delayed(FakeRunner(num_pages=64, page_size=PAGE, vocab_size=300))
+    engine = fake_engine(runner=runner, grammars=grammars)
+    answers: dict[str, Answer] = {}
+    engine.submit([plain("free", 3, 30), plain("waits", 20, 40, grammar=GRAMMARS[1])])
+    for _ in range(20):
+        collect(answers, engine.step())
+        engine.check()
+    assert engine.stats().steps - engine.stats().overlapped_steps <= 1
+    assert answers.keys() == {"free"}
+    grammars.is_open = True
+    while engine.has_work:
+        collect(answers, engine.step())
+    assert answers["waits"].text.startswith(("yes, because ", "no, because "))
+    # After its last token, the prompt's last row is all that was left to compute.
+    assert answers["waits"].usage.computed_tokens == 20
+
+
+def test_a_step_that_cannot_be_launched_ahead_is_planned_anew(delayed: Any) -> None:
+    """Its chunks, and the requests it admitted, are claimed once more when the step before is."""
+    runner = delayed(FakeRunner(num_pages=64, page_size=PAGE, vocab_size=300))
+    inner, calls = runner.launch_ahead, []
+
+    def launch_ahead(batch: ForwardBatch, sources: Any) -> Any:
+        calls.append(sources is not None)
+        if len(calls) in (2, 5, 9):
+            raise RuntimeError("no memory")
+        return inner(batch, sources)
+
+    runner.launch_ahead = launch_ahead
+    engine = fake_engine(
+        runner=runner, scheduler=SchedulerConfig(token_budget=16, mixed_chunk_tokens=6)
+    )
+    arriving = {0: [plain("long", 70, 5)], 3: [plain("later", 30, 9)]}
+    expected = run_all(fake(None), [*arriving[0], *arriving[3]])
+    found = stepped(engine, arriving)
+    assert {name: told(found[name]) for name in found} == {n: told(expected[n]) for n in found}
+    assert found["long"].usage.computed_tokens == 70
+    assert engine.stats().failed_steps == 0
+    assert engine.stats().used_pages == 0
+
+
 def test_a_native_runner_gives_the_same_bits_overlapped(tiny_files: Path, delayed: Any) -> None:
     from palmette.runtime.cpu_runner import CpuRunner
     from palmette.runtime.tokenizer import Tokenizer
@@ -273,8 +385,10 @@ def test_a_native_runner_gives_the_same_bits_overlapped(tiny_files: Path, delaye
             runner=wrap(runner),
             tokenizer=Tokenizer.from_directory(tiny_files),  # type: ignore[arg-type]
             context_length=256,
+            scheduler=SchedulerConfig(token_budget=20, mixed_chunk_tokens=7),
         )
-        results.append(run_all(engine, requests))
+        arriving = {3 * number: [request] for number, request in enumerate(requests)}
+        results.append(stepped(engine, arriving))
         assert (engine.stats().overlapped_steps > 0) == (wrap is delayed)
         engine.close()
     for name, answer in results[0].items():

@@ -97,3 +97,57 @@ def test_steady_decodes_are_one_upload_one_replay_and_one_wait(
         *[*ahead, "wait", *choice] * 4,
         "wait",
     ]
+
+
+def test_prompts_are_read_in_steps_launched_ahead(
+    tiny_models: Any, runner_of: Any, fake_devices: Any
+) -> None:
+    """Chunks of a prompt that arrives beside decodes: fed rows and known ones in one launch, with
+    a wait for the ids of the step before and for nothing else."""
+    device = fake_devices.QueueDevice(seed=3)
+    runner, _ = runner_of(tiny_models.directory("llama"), graph_rows=(2,), device=device)
+    first = Request(
+        request_id="first",
+        prompt_ids=PROMPT[:3],
+        sampling=SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True),
+    )
+    later = Request(
+        request_id="later",
+        prompt_ids=PROMPT,
+        sampling=SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True),
+        logprobs=LogprobOptions(output=True, prompt_start=5),
+    )
+
+    def answers(*, overlap: bool) -> dict[str, Answer]:
+        engine = fake_engine(
+            runner=runner,
+            context_length=256,
+            scheduler=SchedulerConfig(overlap=overlap, token_budget=8, mixed_chunk_tokens=4),
+        )
+        found: dict[str, Answer] = {}
+        engine.submit([first])
+        collect(found, engine.step())
+        device.calls.clear()
+        engine.submit([later])
+        while engine.has_work:
+            collect(found, engine.step())
+            engine.check()
+        stats = engine.stats()
+        assert stats.steps - stats.overlapped_steps == (1 if overlap else stats.steps)
+        return found
+
+    found = answers(overlap=True)
+    launch, choice = ["copy", "kernels"], ["kernels", "copy"]
+    replay = ["copy", "replay", "wait"]
+    assert device.calls == [
+        *[*launch, "wait", *choice],  # the prompt's first rows are not scored: parameters are there
+        *[*launch, "wait", "copy", *choice],  # the others are, and its last one chooses
+        *[*replay, "copy", *choice],
+        *[*replay, "copy", *choice],  # the prompt's sequence has ended
+        *[*replay, *choice],
+        "wait",
+    ]
+    for name, answer in answers(overlap=False).items():
+        assert found[name].token_ids == answer.token_ids, name
+        assert found[name].logprobs == answer.logprobs
+        assert found[name].prompt_logprobs == answer.prompt_logprobs
