@@ -38,7 +38,7 @@ class SampleBatch:
     """Parameters of the S rows of one step, in the order of ForwardBatch.sample_rows.
 
     The same object may be given for the next step when nothing but `positions` and the bits of
-    `masks` have changed.
+    `masks` have changed; where `rows` have as well, one with the same arrays.
     """
 
     targets: Int32Array  # [S] -1: choose a token; else: only score this id

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import count
 from operator import attrgetter
 
@@ -74,6 +75,7 @@ class BatchBuilder:
         self._version = -1  # of the table they were looked up in
         self._num_tokens: list[int] = []  # of each, the `_ahead` of then not counted
         self._params: SampleBatch | None = None  # of these rows, if they stay the same
+        self._is_editing = False  # some of them have more parameters than numbers
         self._masked: Masked = ()  # those of them with a grammar, by place in S
         self._kept: dict[tuple[int, ...], SampleBatch] = {}  # by arrivals in the order of S
 
@@ -244,14 +246,18 @@ class BatchBuilder:
         """
         if self._params is None:
             self._params, self._masked = self._sampling(plan)
+        elif self._is_editing:  # what is banned or biased never begins later
+            rows = tuple([sequence.row_sampling() for sequence in plan.decodes])
+            self._params = replace(self._params, rows=rows)
         params, masks = self._params, self._params.masks
         if masks is not None:
             masked = self._masked
             if dropped:
                 masked = [(i, s) for i, s in masked if s.arrival not in dropped]
             self._masks.fill(masks, masked, faults)
-        if plan.chunks or any(params.rows):  # what is banned or biased never begins later
+        if plan.chunks:
             self._params = None
+        self._is_editing = any(params.rows)
         return params
 
     def _sampling(self, plan: StepPlan) -> tuple[SampleBatch, Masked]:

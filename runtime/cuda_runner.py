@@ -232,7 +232,8 @@ class CudaRunner:
             ("token id", batch.token_ids, self.vocab_size),
             ("position", batch.positions, self._max_positions),
         ):
-            if len(values) and (values.min() < 0 or values.max() >= end):
+            # Negative ones are the largest as uint32.
+            if len(values) and np.maximum.reduce(values.view(np.uint32)) >= end:
                 raise ValueError(
                     f"a {name} is outside of 0..{end - 1}: {values.min()}..{values.max()}"
                 )

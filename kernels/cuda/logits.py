@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,28 +11,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from palmette.kernels.batch import ForwardBatch, Int32Array
-from palmette.kernels.sampling import NOT_FINITE, RowSampling, SampleBatch, SampleResult
+from palmette.kernels.sampling import NOT_FINITE, SampleBatch, SampleResult
 
 from . import sampler
 from .device import Device, Event
 from .feed import uniforms
 from .flashinfer_filters import FlashInferFilters
-from .staging import Section, Staging, layout_of
+from .parameters import ParameterBuffer, Parameters
 
 MAX_ROWS = 1 << 16  # rows of one choice
 _TOP_ROWS = 32  # rows whose best ids are looked for at once
+_MAX_FRONTS = 64
 _NO_IDS = np.empty(0, np.int32)
 _NO_VALUES = np.empty(0, np.float32)
-_EDITS = ("rows", "ids", "repetitions", "subtracts", "adds")
-_COLUMNS = (
-    "has_masks",
-    "targets",
-    "temperatures",
-    "top_ks",
-    "top_ps",
-    "min_ps",
-    "wants_logprob",
-)
 
 
 @dataclass(slots=True)
@@ -59,11 +50,11 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         self._filters = filters  # None: the sampler's own
         self._chosen = torch.zeros(2 * MAX_ROWS, dtype=torch.int32, device=device.torch_device)
-        self._staging = Staging(device, 4096)
+        self._parameters = ParameterBuffer(device)
         self._results = [device.host_buffer(64) for _ in range(2)]  # of two steps in turn
+        self._read = [device.event() for _ in range(2)]
         self._turn = 0
-        self._params: SampleBatch | None = None  # whose arrays the device has
-        self._layout: dict[str, Section] = {}
+        self._fronts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of chosen and results
 
     @property
     def chosen(self) -> Tensor:
@@ -79,103 +70,67 @@ class DeviceSampler:
         num_rows = len(params.targets)
         if num_rows > MAX_ROWS:
             raise ValueError(f"{num_rows} rows are sampled in one step; at most {MAX_ROWS}")
-        views = self._upload(step, params)
-        wanted = np.flatnonzero(params.num_top > 0)
-        width = min(max(0, int(params.num_top.max(initial=0))), self._vocab_size)
-        shape = (2, len(wanted), width)
-        top = torch.empty(shape, dtype=torch.int32, device=self.device.torch_device)
-        out = self._chosen[: 2 * num_rows]
+        batch = None if step.positions is None else step.batch
+        given = self._parameters.upload(params, batch)
+        num_best = len(given.top_rows)
+        width = min(int(given.num_top.max()), self._vocab_size) if num_best else 0
+        out, host = self._front(2 * num_rows, more=2 * num_best * width)
+        top: Tensor | None = None
+        if num_best:
+            shape = (2, num_best, width)
+            top = torch.empty(shape, dtype=torch.int32, device=self.device.torch_device)
 
         def choose() -> None:
-            self._launch(step, params, views, out.view(2, num_rows))
-            if len(wanted):
+            self._launch(step, given, out.view(2, num_rows))
+            if top is not None:
                 assert step.logits is not None
-                _find_top(step.logits, views["top_rows"], out, top)
+                _find_top(step.logits, given.views["top_rows"], out, top)
 
         self.device.submit(choose)
-        host = self._result_buffer(len(out) + top.numel())
-        self.device.copy(host[: len(out)], out)
-        if len(wanted):
-            self.device.copy(host[len(out) :], top.view(-1))
-        read = self.device.event()
+        self.device.copy(host, out)
+        if top is not None:
+            results = self._results[self._turn]
+            self.device.copy(results[len(out) : len(out) + top.numel()], top.view(-1))
+        read = self._read[self._turn]
         read.record()
-        return PendingTokens(read, host, num_rows, params.num_top, wanted, width)
+        return PendingTokens(
+            read, self._results[self._turn], num_rows, given.num_top, given.top_rows, width
+        )
 
-    def _result_buffer(self, num_words: int) -> Tensor:
+    def _front(self, num_words: int, *, more: int) -> tuple[Tensor, Tensor]:
+        """So many words of `chosen` and of the next host buffer, which has room for more."""
         self._turn ^= 1
-        if len(self._results[self._turn]) < num_words:
-            self._results[self._turn] = self.device.host_buffer(2 * num_words)
-        return self._results[self._turn][:num_words]
+        if len(self._results[self._turn]) < num_words + more:
+            self._results[self._turn] = self.device.host_buffer(2 * (num_words + more))
+            self._fronts.clear()
+        key = self._turn, num_words
+        if key not in self._fronts:
+            if len(self._fronts) >= _MAX_FRONTS:
+                self._fronts.clear()
+            ends = self._chosen, self._results[self._turn]
+            self._fronts[key] = ends[0][:num_words], ends[1][:num_words]
+        return self._fronts[key]
 
-    def _upload(self, step: StepOutput, params: SampleBatch) -> dict[str, Tensor]:
-        """What the kernels read; nothing is copied that the device has."""
-        batch = step.batch
-        is_next = batch is not None and np.array_equal(
-            params.positions - 1, batch.positions[batch.sample_rows]
-        )
-        if params is self._params and is_next:
-            if params.masks is not None:
-                self._staging.upload({"masks": params.masks}, self._layout)
-            return self._views(step)
-        edits = sampler.edits_of(
-            _without_lifted_bans(params),
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
-            repetition=params.repetition_penalty,
-        )
-        arrays: dict[str, NDArray[Any]] = {
-            "has_masks": params.has_mask.astype(np.int32),
-            "targets": params.targets,
-            "temperatures": params.temperature,
-            "top_ks": params.top_k,
-            "top_ps": params.top_p,
-            "min_ps": params.min_p,
-            "wants_logprob": ((params.num_top >= 0) | (params.targets >= 0)).astype(np.int32),
-            "seeds": params.seeds.view(np.int64),
-            "choices": params.choices,
-        }
-        arrays.update(zip(_EDITS, edits, strict=True))
-        arrays["top_rows"] = np.flatnonzero(params.num_top > 0).astype(np.int32)
-        if not is_next:
-            arrays["positions"] = params.positions - np.int32(1)
-        if params.masks is not None:
-            arrays["masks"] = params.masks
-        self._layout = layout_of(arrays)
-        self._staging.upload(arrays, self._layout)
-        # Rows with edits come with new parameters each time.
-        self._params = params if is_next and not len(edits[0]) else None
-        return self._views(step)
-
-    def _views(self, step: StepOutput) -> dict[str, Tensor]:
-        views = self._staging.views(self._layout)
-        if "positions" not in views:
-            assert step.positions is not None
-            views["positions"] = step.positions
-        return views
-
-    def _launch(
-        self, step: StepOutput, params: SampleBatch, views: dict[str, Tensor], out: Tensor
-    ) -> None:
-        logits = step.logits
+    def _launch(self, step: StepOutput, given: Parameters, out: Tensor) -> None:
+        logits, positions, rows = step.logits, given.views.get("positions"), None
         assert logits is not None
-        rows = step.rows if views["positions"] is step.positions else None
-        randoms = uniforms(views["seeds"], views["choices"], views["positions"], rows)
+        if positions is None:
+            positions, rows = step.positions, step.rows
+            assert positions is not None
+        randoms = uniforms(given.views["seeds"], given.views["choices"], positions, rows)
         edited = logits
-        if len(views["ids"]):
+        if given.edits and len(given.edits[0]):
             edited = logits.clone()
-            sampler.apply_edits(edited, *(views[name] for name in _EDITS))
-        has_masks = params.masks is not None and len(logits) > 0
-        masks = views["masks"].view(len(logits), -1) if has_masks else None
-        columns = {name: views[name] for name in _COLUMNS}
-        by_top_k, by_top_p = bool((params.top_k > 0).any()), bool((params.top_p < 1).any())
-        if self._filters is not None and (by_top_k or by_top_p):
+            sampler.apply_edits(edited, *given.edits)
+        masks, columns = given.masks, given.columns
+        if self._filters is not None and (given.by_top_k or given.by_top_p):
             edited = self._filters.keep(
                 edited,
                 masks,
                 has_masks=columns["has_masks"],
                 temperatures=columns["temperatures"],
-                top_ks=columns["top_ks"] if by_top_k else None,
-                top_ps=columns["top_ps"] if by_top_p else None,
+                top_ks=columns["top_ks"] if given.by_top_k else None,
+                top_ps=columns["top_ps"] if given.by_top_p else None,
             )
             columns["top_ks"] = torch.zeros_like(columns["top_ks"])
             columns["top_ps"] = torch.ones_like(columns["top_ps"])
@@ -220,9 +175,10 @@ class PendingTokens:
         width: int = 0,
     ) -> None:
         self._read = read
-        self._host = host  # [2, S] ids and logprobs; [2, R, width] best ids and logits above
+        # [2, S] ids and logprobs, [2, R, width] best ids and logits above, or more.
+        self._host = host
         self._num_rows = num_rows
-        self._num_top = num_top.copy()
+        self._num_top = num_top
         self._top_rows = top_rows
         self._width = width
 
@@ -234,8 +190,9 @@ class PendingTokens:
         token_ids = words[:num_rows].copy()
         logprobs = words[num_rows : 2 * num_rows].view(np.float32).copy()
         ids, values = [_NO_IDS] * num_rows, [_NO_VALUES] * num_rows
-        if self._top_rows is not None:
-            top = words[2 * num_rows :].reshape(2, len(self._top_rows), self._width)
+        if self._top_rows is not None and len(self._top_rows):
+            shape = (2, len(self._top_rows), self._width)
+            top = words[2 * num_rows :][: math.prod(shape)].reshape(shape)
             for place, row in enumerate(self._top_rows.tolist()):
                 count = min(int(self._num_top[row]), self._width)
                 if token_ids[row] != NOT_FINITE:
@@ -247,22 +204,6 @@ class PendingTokens:
             top_ids=tuple(ids),
             top_logprobs=tuple(values),
         )
-
-
-def _without_lifted_bans(params: SampleBatch) -> tuple[RowSampling | None, ...]:
-    """The rows' edits; where a grammar allows banned ids only, the ban gives way."""
-    rows, masks = params.rows, params.masks
-    if masks is None or not any(rows):
-        return rows
-    kept = list(rows)
-    for index, row in enumerate(rows):
-        if row is not None and len(row.banned_ids) and params.has_mask[index]:
-            left = masks[index].view(np.uint32).copy()
-            bits = np.uint32(1) << (row.banned_ids & 31).astype(np.uint32)
-            np.bitwise_and.at(left, row.banned_ids >> 5, ~bits)
-            if not left.any():
-                kept[index] = replace(row, banned_ids=_NO_IDS)
-    return tuple(kept)
 
 
 def _find_top(logits: Tensor, rows: Tensor, chosen: Tensor, out: Tensor) -> None:
