@@ -152,8 +152,10 @@ class CudaDevice:
 
     def _give_up(self, graph: Any) -> None:
         """When CUDA breaks a capture off, torch's allocator stays in it and refers to the graph."""
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)  # of torch 2.8 and later
         try:
-            torch._C._cuda_endAllocateToPool(self.torch_device.index, self._pool)
+            if end is not None:
+                end(self.torch_device.index, self._pool)
         except RuntimeError:
             return  # it has ended as it should
         self._broken.append(graph)
