@@ -33,7 +33,7 @@ from .cuda_warmup import warm_up
 from .faults import SequenceFault
 from .models.decoder import LoadTensor
 from .models.fused_decoder import FusedDecoder
-from .models.matrix_loader import LoadMatrix, matrices_of
+from .models.matrix_loader import LoadMatrix, matrices_of, numbers_of
 from .models.shard import ALONE, Group
 from .rank_weights import rank_checkpoint
 from .request import ErrorInfo
@@ -104,22 +104,12 @@ class CudaRunner:
         target, kind = self._device.torch_device, _DTYPES[dtype]
 
         def load_file(name: str) -> Tensor:
-            array = checkpoint.weights.get(name).to_float32()
-            return torch.tensor(array).to(device=target, dtype=kind)
+            return numbers_of(checkpoint.weights.get(name), target, kind)
 
         if load_matrix is None and weights is not None:
             load_matrix = matrices_of(checkpoint, load or load_file, weights, target)
         self.vocab_size = config.vocab_size
         self._max_positions = min(config.context_length, num_pages * page_size)
-        self.pool = StreamedKVPool(
-            self._device,
-            num_layers=config.num_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=kind if kv_dtype == "auto" else _KV_DTYPES[kv_dtype],
-        )
         with torch.inference_mode():
             self._model = FusedDecoder(
                 config,
@@ -129,6 +119,16 @@ class CudaRunner:
                 group=group,
                 load_matrix=load_matrix,
             )
+        self.pool = StreamedKVPool(  # last of what is large: loading takes room for a while
+            self._device,
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=kind if kv_dtype == "auto" else _KV_DTYPES[kv_dtype],
+        )
+        with torch.inference_mode():
             self._attention: TritonAttention | FlashInferAttention
             if attention == "flashinfer":
                 self._attention = FlashInferAttention(

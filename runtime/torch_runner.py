@@ -19,6 +19,7 @@ from palmette.kernels.reference import ReferenceAttention
 from palmette.kernels.sampling import HostLogits
 
 from .models.decoder import Decoder, ModelBuilder
+from .models.matrix_loader import numbers_of
 from .models.shard import ALONE, Group
 from .rank_weights import rank_checkpoint
 from .weights import Checkpoint
@@ -53,8 +54,7 @@ class TorchRunner:
         target, kind = torch.device(device), _DTYPES[dtype]
 
         def load(name: str) -> Tensor:
-            array = checkpoint.weights.get(name).to_float32()
-            return torch.tensor(array).to(device=target, dtype=kind)
+            return numbers_of(checkpoint.weights.get(name), target, kind)
 
         self.vocab_size = config.vocab_size
         self._device = target

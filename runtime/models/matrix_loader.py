@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +23,31 @@ from .layout import EMBEDDING, LM_HEAD
 
 if TYPE_CHECKING:  # readers of files, which random weights do not need
     from palmette.runtime.cuda_weights import CudaWeights
+    from palmette.runtime.weight_tensor import WeightTensor
     from palmette.runtime.weights import Checkpoint
 
 Matrix = Tensor | QuantisedMatrix
 LoadMatrix = Callable[[Sequence[str]], Matrix]  # tensors one below the other -> one matrix
+
+
+_STORED = {  # numbers that torch reads as they lie in the file
+    "f32": ("<i4", torch.float32),
+    "f16": ("<i2", torch.float16),
+    "bf16": ("<i2", torch.bfloat16),
+}
+
+
+def numbers_of(weight: WeightTensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[shape] of `dtype` on `device`, which looks for NaN and infinity; no detour by float32 on the
+    host, which takes longest of all that a start does. ValueError: there are some."""
+    if weight.encoding not in _STORED:
+        return torch.tensor(weight.to_float32()).to(device=device, dtype=dtype)
+    bits, kind = _STORED[weight.encoding]
+    stored = np.ascontiguousarray(weight.data).view(bits).reshape(weight.shape)
+    numbers = torch.tensor(stored).view(kind).to(device)
+    if not bool(numbers.isfinite().all()):
+        weight.check_finite()
+    return numbers.to(dtype)
 
 
 def joined_floats(load: LoadTensor) -> LoadMatrix:
@@ -68,7 +90,7 @@ def matrices_of(
         return from_groups(codes, scales, minimums)
 
     def exact(name: str) -> Tensor:
-        return torch.tensor(checkpoint.weights.get(name).to_float32()).to(device)
+        return numbers_of(checkpoint.weights.get(name), device, torch.float32)
 
     def fp8(name: str) -> QuantisedMatrix:
         peaks = row_peaks(checkpoint.weights.get(name))

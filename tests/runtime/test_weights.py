@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from palmette.runtime.gguf_file import read_gguf
+from palmette.runtime.models.matrix_loader import numbers_of
 from palmette.runtime.weights import WeightTensor, open_checkpoint
 
 QUANTISED = ["q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k"]
@@ -401,3 +402,35 @@ def test_metadata_of_every_kind_is_read(tmp_path: Path) -> None:
         "general.architecture": "llama", "a": 200, "b": -5, "c": True, "d": 0.1, "e": 1 << 40,
         "f": "Grüße", "g": ["x", "", "é"], "h": [1, -2, 3], "i": [0.5, 1.5],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_go_to_a_device_as_they_are_stored(encoding: str, dtype: torch.dtype) -> None:
+    """As by way of float32; columns that were cut out of rows lie apart."""
+    numbers = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    kinds = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+    if encoding in kinds:
+        raw = numbers.to(kinds[encoding]).view(torch.uint8).numpy()
+    else:
+        raw = gguf.quants.quantize(numbers.numpy(), gguf.GGMLQuantizationType.Q8_0)
+    half = raw.shape[1] // 2
+    for data, columns in ((raw, 64), (raw[:, half:], 32)):
+        tensor = WeightTensor(
+            name="x", shape=(6, columns), encoding=encoding, data=data, source="file"
+        )
+        found = numbers_of(tensor, torch.device("cpu"), dtype)
+        expected = torch.tensor(tensor.to_float32()).to(dtype)
+        assert found.dtype == dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_numbers_that_are_not_finite_are_refused_on_the_way(kind: torch.dtype, bad: float) -> None:
+    numbers = torch.ones(2, 32, dtype=kind)
+    numbers[1, 3] = bad
+    encoding = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}[kind]
+    data = numbers.view(torch.uint8).numpy()
+    tensor = WeightTensor(name="x", shape=(2, 32), encoding=encoding, data=data, source="file")
+    with pytest.raises(ValueError, match="file: tensor x holds NaN or infinite numbers"):
+        numbers_of(tensor, torch.device("cpu"), torch.bfloat16)
