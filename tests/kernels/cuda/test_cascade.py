@@ -57,6 +57,10 @@ TREES = {
     "three levels": [[(0, 64), (1 + i // 6, 64), (10 + i // 2, 64)] for i in range(12)],
     "a chain": [[(node, 32) for node in range(depth + 1)] for depth in range(8)],
     "some alone": [[(0, 70)] if i % 2 else [(100 + i, 9)] for i in range(9)],
+    "large children of a small root": [
+        *[[(0, 64)]] * 6,
+        *[[(1, 40), (2 + i // 2, 200)] for i in range(4)],
+    ],
     "a short root": [[(0, 1), (1 + i % 2, 100)] for i in range(8)],
 }
 

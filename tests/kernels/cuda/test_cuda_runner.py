@@ -99,8 +99,12 @@ def test_graphs_pad_without_touching_pages_or_results(
         driver = model_driver(runner)
         prompts = {"a": PROMPT[:5], "b": PROMPT[:2], "c": PROMPT[3:5]}
         out = [logits_of(runner.launch(driver.batch(prompts)))]
-        out += [logits_of(runner.launch(driver.batch({n: [t] for n in "abc"}))) for t in (7,)]
-        out += [logits_of(runner.launch(driver.batch({"c": [11], "a": [12]})))]
+        replayed = []
+        for parts in ({n: [7] for n in "abc"}, {"c": [11], "a": [12]}):
+            out.append(logits_of(runner.launch(driver.batch(parts))))
+            replayed.append(runner.graphs.newest)
+        by_rows = {rows: found.graph for (rows, _), found in runner.graphs._graphs.items()}
+        assert replayed == [by_rows.get(4), by_rows.get(2)]  # the smallest that holds the step
         results.append((out, runner.pool.export(range(POOL["num_pages"]))))
         assert runner.graph_replays == (2 if graph_rows else 0)
     for plain, graphed in zip(results[0][0], results[1][0], strict=True):
@@ -130,6 +134,39 @@ def test_graphs_reach_as_far_as_sequences_run() -> None:
     assert graph_rows_up_to(5) == (1, 2, 4, 8)
     assert graph_rows_up_to(64)[-2:] == (48, 64)
     assert graph_rows_up_to(10**6)[-1] == 256
+
+
+@pytest.mark.parametrize("limit", ["parts", "pages"])
+def test_a_step_with_more_than_a_graph_holds_runs_without(
+    limit: str,
+    tiny_models: Any,
+    runner_of: Any,
+    model_driver: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its arrays would reach into the next section of what is uploaded."""
+    from palmette.runtime import cuda_graphs
+
+    if limit == "parts":
+        monkeypatch.setattr(cuda_graphs, "_num_items", lambda rows: 1)
+    else:
+        monkeypatch.setattr(cuda_graphs, "_GRAPH_PAGES", 1)
+    runner, _ = runner_of(tiny_models.directory("llama"), graph_rows=(2,))
+    driver = model_driver(runner)
+    for parts in ({"a": [5]}, {"a": [6], "b": [7]}):  # one part and page a row
+        runner.launch(driver.batch(parts))
+    assert (runner.graph_replays, runner.eager_steps) == (1, 1)
+
+
+def test_the_memory_that_graphs_took_is_told(
+    tiny_models: Any, runner_of: Any, fake_devices: Any
+) -> None:
+    class Filling(fake_devices.RecordingDevice):  # type: ignore[misc]
+        def memory_used(self) -> int:
+            return 5000 + 100 * self.calls.count("capture")
+
+    runner, _ = runner_of(tiny_models.directory("llama"), graph_rows=(1, 2), device=Filling())
+    assert runner.graph_bytes == 200
 
 
 def test_the_memory_of_graphs_is_known_before(tiny_models: Any) -> None:

@@ -158,3 +158,25 @@ def test_a_device_is_lost_when_it_cannot_be_waited_for(
 
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     assert device.is_lost()
+
+
+def test_copies_are_enqueued_between_the_device_and_pinned_memory(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From memory that is not pinned, or told to block, a copy is waited for."""
+    device = CudaDevice()
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "empty", lambda _size, **options: asked.update(options))
+    device.host_buffer(3)
+    assert asked == {"dtype": torch.int32, "pin_memory": True}
+    copied: list[tuple[str, bool, str]] = []
+
+    class Target:
+        def copy_(self, source: str, non_blocking: bool = False) -> None:
+            copied.append((source, non_blocking, cuda.stream))
+
+    target: Any = Target()
+    source: Any = "ids"
+    cuda.stream = "a caller's"
+    device.copy(target, source)
+    assert copied == [("ids", True, "default")]

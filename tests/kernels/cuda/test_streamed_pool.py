@@ -91,6 +91,17 @@ def test_the_host_waits_only_for_what_it_reads(fake_devices: Any) -> None:
     assert device.calls.count("wait") == 1
 
 
+def test_memory_of_the_side_queue_may_hold_what_earlier_kernels_read(fake_devices: Any) -> None:
+    """It was free when it was taken on the host; the device may be behind."""
+    device = fake_devices.QueueDevice()
+    done: list[str] = []
+    device.submit(lambda: done.append("an earlier kernel"))
+    pool = StreamedKVPool(device, dtype=torch.float32, **SHAPE)
+    pool._side.submit(lambda: done.append("the first copy"))
+    device.finish()
+    assert done == ["an earlier kernel", "the first copy"]
+
+
 def test_errors_and_nothing_at_all(fake_devices: Any) -> None:
     device, pool, _ = pools(fake_devices, 0)
     assert isinstance(pool, StreamedPool)

@@ -63,6 +63,17 @@ def test_shared_parts_are_joined_as_far_as_a_tile_reaches() -> None:
     assert sorted(work.item_count[work.item_count > 1].tolist()) == [2, 2, 4, 4, 4]
 
 
+def test_parts_that_end_alike_but_differ_before_are_not_joined() -> None:
+    """No prefix tree has such pages; reading another row's would be a wrong answer."""
+    batch = make_batch(Case(sequences=tuple(Sequence_(1, 300 + i, "a", 256) for i in range(2))))
+    counts = []
+    for page in (int(batch.kv_page_ids[7]), 999):
+        batch.kv_page_ids[batch.kv_indptr[1] + 7] = page
+        work = decode_work(batch, page_size=16, window=None, share_rows=16)
+        counts.append(sorted(work.item_count.tolist()))
+    assert counts == [[1, 1, 2], [1, 1, 1, 1]]
+
+
 def test_tiles_cover_the_rows_of_longer_runs() -> None:
     batch = make_batch(Case(sequences=((1, 5), (33, 10), (16, 0), (0, 9), (2, 700))))
     work = extend_work(batch, tile_tokens=16, window=300)
