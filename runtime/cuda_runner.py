@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from palmette.kernels.batch import ForwardBatch, Int32Array
-from palmette.kernels.cuda.device import CudaDevice, Device
+from palmette.kernels.cuda.device import CudaDevice, Device, DeviceLost
 from palmette.kernels.cuda.feed import feed_tokens
 from palmette.kernels.cuda.flashinfer import FlashInferAttention
 from palmette.kernels.cuda.flashinfer_filters import FlashInferFilters
@@ -30,13 +30,11 @@ from palmette.kernels.cuda.triton_attention import AttentionPlan, TritonAttentio
 
 from .cuda_graphs import GRAPH_ROWS, CaptureProgress, DecodeGraphs
 from .cuda_warmup import warm_up
-from .faults import SequenceFault
 from .models.decoder import LoadTensor
 from .models.fused_decoder import FusedDecoder
 from .models.matrix_loader import LoadMatrix, matrices_of, numbers_of
 from .models.shard import ALONE, Group
 from .rank_weights import rank_checkpoint
-from .request import ErrorInfo
 
 if TYPE_CHECKING:  # readers of files, which random weights do not need
     from .cuda_weights import CudaWeights
@@ -46,14 +44,6 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _KV_DTYPES = {**_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-
-
-class DeviceLost(SequenceFault):
-    """CUDA runs nothing more in this process."""
-
-    def __init__(self) -> None:
-        message = "cuda: the device was lost; the engine has to be started anew"
-        super().__init__(ErrorInfo(code="unavailable", message=message))
 
 
 class CudaRunner:

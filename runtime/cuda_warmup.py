@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -20,7 +20,8 @@ from palmette.kernels.batch import ForwardBatch
 from palmette.kernels.cuda.work import SPLIT
 from palmette.kernels.sampling import RowSampling, SampleBatch
 
-from .runner import AheadHandle
+if TYPE_CHECKING:  # it knows readers of files, which random weights do not need
+    from .runner import AheadHandle
 
 logger = logging.getLogger(__name__)
 

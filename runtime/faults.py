@@ -44,10 +44,12 @@ def explain(request_id: str, error: Exception) -> ErrorInfo:
         return error.info
     if isinstance(error, GrammarError):
         return ErrorInfo(code="grammar", message=str(error), field="grammar", issue=error.issue)
-    # torch's OutOfMemoryError is known by name: torch is not imported on this floor.
+    # What knows torch is known by name: torch is not imported on this floor.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         message = f"request {request_id}: out of memory; try a shorter prompt"
         return ErrorInfo(code="out_of_memory", message=message)
+    if type(error).__name__ == "DeviceLost":
+        return ErrorInfo(code="unavailable", message=str(error))
     return ErrorInfo(code="internal", message=f"request {request_id}: internal error")
 
 

@@ -16,6 +16,13 @@ import torch
 from torch import Tensor
 
 
+class DeviceLost(RuntimeError):
+    """CUDA runs nothing more in this process. Clients may read it."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda: the device was lost; the engine has to be started anew")
+
+
 class Event(Protocol):
     def record(self) -> None: ...
 

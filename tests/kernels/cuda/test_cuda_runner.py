@@ -11,9 +11,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from palmette.kernels.cuda.device import DeviceLost
 from palmette.kernels.sampling import SampleBatch, sample_rows
 from palmette.runtime.cuda_graphs import graph_bytes, graph_rows_up_to
-from palmette.runtime.cuda_runner import DeviceLost
+from palmette.runtime.faults import explain
 from palmette.runtime.torch_runner import TorchRunner
 from palmette.runtime.weights import open_checkpoint
 
@@ -246,7 +247,7 @@ def test_a_lost_device_fails_every_later_step_alike(
     if is_lost:
         with pytest.raises(DeviceLost) as raised:
             runner.launch(batch)
-        assert raised.value.info.code == "unavailable"
+        assert explain("r", raised.value).code == "unavailable"
     else:
         assert len(runner.launch(batch).logits) == 1
 

@@ -64,6 +64,31 @@ def test_an_unknown_part_fails_and_the_others_run(tmp_path: Path) -> None:
     assert done.returncode == 1 and "== nothing: exit" in done.stdout
 
 
+def test_the_parts_need_torch_and_triton_alone() -> None:
+    """A machine that is lent for an hour has no more, and no network to get it."""
+    names = sorted(path.stem for path in (ROOT / "benchmarks" / "gpu").glob("*_part.py"))
+    missing = ("msgspec", "gguf", "safetensors", "tokenizers", "llguidance", "platformdirs", "rich")
+    code = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys({missing}))
+for name in {names}:
+    importlib.import_module(name)
+"""
+    folders = (".link", "benchmarks/gpu", "tests")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in folders),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_every_part_runs_to_its_end(tmp_path: Path) -> None:
     parts, printed = dry_run(tmp_path)
