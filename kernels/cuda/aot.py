@@ -31,7 +31,7 @@ from .paged_extend import paged_extend_kernel
 from .rope_write import rope_write_kernel
 from .sampler import MAX_BLOCK, NUM_WARPS, edit_kernel, sample_kernel
 from .silu_mul import silu_mul_kernel
-from .triton_attention import Tiles, narrow_tiles, wide_tiles
+from .triton_attention import Tiles, extend_tiles, narrow_tiles, wide_tiles
 from .work import SPLIT
 
 _POINTER_KINDS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
@@ -60,15 +60,16 @@ def variants() -> Iterator[Variant]:
 
 def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
     size = 4 if kind == "fp32" else 2
-    narrow = narrow_tiles(head_dim, group, size)
     is_main = kind == "bf16" and (head_dim, group) in ((64, 4), (128, 4), (128, 8))
     for capabilities in ((90,), (80, 89)):
+        narrow = narrow_tiles(head_dim, group, size, capability=capabilities[0])
         wide = wide_tiles(head_dim, size, capability=capabilities[0])
+        tall = extend_tiles(head_dim, size, capability=capabilities[0])
         for variant in (
             _decode(kind, head_dim, group, "narrow", narrow, fused=True, is_main=is_main),
             _decode(kind, head_dim, group, "wide", wide, fused=False, is_main=is_main),
-            _extend(kind, head_dim, group, "plain", wide, split=0, is_main=is_main),
-            _extend(kind, head_dim, group, "deterministic", wide, split=SPLIT, is_main=is_main),
+            _extend(kind, head_dim, group, "plain", tall, split=0, is_main=is_main),
+            _extend(kind, head_dim, group, "deterministic", tall, split=SPLIT, is_main=is_main),
         ):
             yield replace(variant, capabilities=capabilities)
     if kind != "fp32" and group == 4:
@@ -89,14 +90,15 @@ def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
 
 
 def _attention_of_codes(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
-    narrow = narrow_tiles(head_dim, group)
     is_main = kind == "bf16" and head_dim == 128
     for codes, pointer, capabilities in _KV_CODES:
+        narrow = narrow_tiles(head_dim, group, capability=capabilities[0])
         wide = wide_tiles(head_dim, scaled=True, capability=capabilities[0])
+        tall = extend_tiles(head_dim, scaled=True, capability=capabilities[0])
         for variant in (
             _decode(kind, head_dim, group, "narrow", narrow, fused=True, is_main=is_main),
             _decode(kind, head_dim, group, "wide", wide, fused=False, is_main=False),
-            _extend(kind, head_dim, group, "deterministic", wide, split=SPLIT, is_main=is_main),
+            _extend(kind, head_dim, group, "deterministic", tall, split=SPLIT, is_main=is_main),
         ):
             yield replace(
                 variant,

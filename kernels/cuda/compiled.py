@@ -49,6 +49,11 @@ class Report:
 
 
 def compile_variant(variant: Variant, capability: int) -> Report:
+    return _report(variant, capability, build(variant, capability))
+
+
+def build(variant: Variant, capability: int) -> Any:
+    """Triton's compiled kernel: `asm` has every stage of it."""
     kernel = variant.kernel
     names = kernel.arg_names
     signature = {name: variant.types.get(name, "constexpr") for name in names}
@@ -61,14 +66,13 @@ def compile_variant(variant: Variant, capability: int) -> Report:
     source = ASTSource(
         fn=kernel, signature=signature, constexprs=dict(variant.constants), attrs=attrs
     )
-    compiled = triton.compile(
+    return triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options=dict(variant.options)
     )
-    return _report(variant, capability, compiled)
 
 
 def _report(variant: Variant, capability: int, compiled: Any) -> Report:
-    sass, usage = _disassemble(compiled.asm["cubin"])
+    sass, usage = disassemble(compiled.asm["cubin"])
     registers = max(int(n) for n in re.findall(r"REG:(\d+)", usage))
     spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))
     shared = int(compiled.metadata.shared)
@@ -101,7 +105,8 @@ def _report(variant: Variant, capability: int, compiled: Any) -> Report:
     )
 
 
-def _disassemble(cubin: bytes) -> tuple[str, str]:
+def disassemble(cubin: bytes) -> tuple[str, str]:
+    """(instructions, what they use) as cuobjdump prints them."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

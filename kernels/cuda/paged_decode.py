@@ -47,6 +47,7 @@ def paged_decode_kernel(
         split = tl.load(item_split + item)
         begin = split * SPLIT
         end = tl.minimum(begin + SPLIT, tl.max(position, axis=0) + 1)
+        sure = tl.minimum(end, tl.min(tl.where(valid, position, end), axis=0) + 1)
         pages = page_ids + tl.load(item_pages + item)
         acc = tl.zeros((BLOCK_M, DIM_PAD), tl.float32)
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -54,7 +55,7 @@ def paged_decode_kernel(
         for start in range(begin, end, BLOCK_N):
             acc, peak, total = attend_tile(
                 queries, acc, peak, total, keys, values, key_scales, value_scales, pages,
-                start, end, position, kv_head, scale,
+                start, end, sure, position, kv_head, scale,
                 HEAD_DIM, DIM_PAD, NUM_KV_HEADS, PAGE, BLOCK_N, WINDOW, SCALED,
             )  # fmt: skip
         part = (tl.load(row_parts + row, mask=valid, other=0) + split).to(tl.int64)

@@ -42,6 +42,7 @@ def paged_extend_kernel(
         queries = queries.to(tl.float32)
     pages = page_ids + tl.load(tile_pages + tile)
     end = tl.load(tile_ends + tile)
+    sure = tl.minimum(end, tl.min(tl.where(valid, position, end), axis=0) + 1)
     acc = tl.zeros((BLOCK_M, DIM_PAD), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -52,7 +53,7 @@ def paged_extend_kernel(
     for start in range(tl.load(tile_starts + tile), end, BLOCK_N):
         acc, peak, total = attend_tile(
             queries, acc, peak, total, keys, values, key_scales, value_scales, pages,
-            start, end, position, kv_head, scale,
+            start, end, sure, position, kv_head, scale,
             HEAD_DIM, DIM_PAD, NUM_KV_HEADS, PAGE, BLOCK_N, WINDOW, SCALED,
         )  # fmt: skip
         if SPLIT > 0:

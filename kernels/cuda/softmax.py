@@ -17,16 +17,17 @@ from .codes import numbers_of
 @triton.jit
 def attend_tile(
     queries, acc, peak, total, keys, values, key_scales, value_scales, page_ids,
-    start, end, positions, kv_head, scale,
+    start, end, sure, positions, kv_head, scale,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys start..start+BLOCK_N, those below `end`, to a partial softmax.
 
-    queries [M, DIM_PAD]; positions [M], -1 for a row that sees nothing; page_ids: pointer to the
-    sequence's first page; scale: 1 / sqrt(D) in units of log2. SCALED: keys and values are codes
-    of one byte, their scales [slots, G]; a scale multiplies a column of scores or weights, so that
-    no number is rounded twice.
+    queries [M, DIM_PAD]; positions [M], -1 for a row that sees nothing; sure: every row that
+    matters sees all keys below it (and none of a window's is asked of it), so that most tiles are
+    not masked; page_ids: pointer to the sequence's first page; scale: 1 / sqrt(D) in units of
+    log2. SCALED: keys and values are codes of one byte, their scales [slots, G]; a scale
+    multiplies a column of scores or weights, so that no number is rounded twice.
     """
     at = start + tl.arange(0, BLOCK_N)
     dim = tl.arange(0, DIM_PAD)
@@ -37,18 +38,19 @@ def attend_tile(
     inside = there[:, None] & (dim < HEAD_DIM)[None, :]
     if SCALED:
         key = numbers_of(tl.load(keys + offset, mask=inside, other=0.0), queries.dtype)
-        column = scale * tl.load(key_scales + row, mask=there, other=0.0)
+        column = tl.load(key_scales + row, mask=there, other=0.0)
         scores = tl.dot(queries, tl.trans(key), input_precision="tf32x3") * column[None, :]
     else:
         key = tl.load(keys + offset, mask=inside, other=0.0).to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(key), input_precision="tf32x3") * scale
-    seen = (at[None, :] <= positions[:, None]) & there[None, :]
-    if WINDOW > 0:
-        seen = seen & (at[None, :] > positions[:, None] - WINDOW)
-    scores = tl.where(seen, scores, float("-inf"))
-    highest = tl.maximum(peak, tl.max(scores, axis=1))
+        scores = tl.dot(queries, tl.trans(key), input_precision="tf32x3")
+    if WINDOW > 0 or start + BLOCK_N > sure:
+        seen = at[None, :] <= positions[:, None]  # no position is at `end` or beyond it
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(peak, tl.max(scores, axis=1) * scale)
     base = tl.where(highest == float("-inf"), 0.0, highest)  # a row that has seen nothing yet
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
     shrink = tl.exp2(peak - base)
     total = total * shrink + tl.sum(weights, axis=1)
     if SCALED:

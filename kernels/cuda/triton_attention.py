@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,11 +44,13 @@ class Tiles:
 def wide_tiles(
     head_dim: int, element_bytes: int = 2, *, scaled: bool = False, capability: int = 90
 ) -> Tiles:
-    """Tiles of extend, of shared items, and of everything that must give equal bits.
+    """Tiles of shared items, and of every decode that must give the bits of an extend.
 
     element_bytes: of a query. scaled: K and V are codes, which take registers to widen.
-    capability: 90 for Hopper and later, whose products read shared memory; before, a third stage
-    takes registers that are not there.
+    capability: 90 for Hopper and later, whose products read shared memory and take 64 rows from
+    four warps: eight would compute them twice. Five stages there are two tiles ahead of the
+    products, behind page ids that are read two tiles ahead of those. Before, the pipeline takes
+    registers that are not there.
     """
     if element_bytes > 2:  # float32 is for comparisons: small tiles, three products each
         block_m, block_n = (32, 32) if head_dim <= 64 else (16, 16)
@@ -57,16 +59,34 @@ def wide_tiles(
         return Tiles(block_m=32, block_n=32, num_warps=8, num_stages=2)
     if head_dim > 128:
         return Tiles(block_m=64, block_n=32, num_warps=8, num_stages=2)
-    stages = 2 if head_dim > 64 and capability < 90 else 3
-    return Tiles(block_m=64, block_n=64, num_warps=4 if head_dim <= 64 else 8, num_stages=stages)
+    if capability >= 90:
+        return Tiles(block_m=64, block_n=64, num_warps=4, num_stages=5)
+    warps, stages = (4, 3) if head_dim <= 64 else (8, 2)
+    return Tiles(block_m=64, block_n=64, num_warps=warps, num_stages=stages)
 
 
-def narrow_tiles(head_dim: int, group: int, element_bytes: int = 2) -> Tiles:
+def extend_tiles(
+    head_dim: int, element_bytes: int = 2, *, scaled: bool = False, capability: int = 90
+) -> Tiles:
+    """Tiles of extend: `wide_tiles`, on Hopper with twice the rows and warps, which read K and V
+    half as often. A warp has 16 rows and all keys of a tile in both, and bits do not differ."""
+    tiles = wide_tiles(head_dim, element_bytes, scaled=scaled, capability=capability)
+    if element_bytes > 2 or head_dim > 128 or capability < 90:
+        return tiles
+    return replace(tiles, block_m=128, num_warps=8)
+
+
+def narrow_tiles(
+    head_dim: int, group: int, element_bytes: int = 2, *, capability: int = 90
+) -> Tiles:
     """Tiles of decode when no page is shared and bits may differ from extend's."""
     if element_bytes > 2:
         return wide_tiles(head_dim, element_bytes)
     block_m = max(MIN_BLOCK_M, padded(group))
-    return Tiles(block_m=block_m, block_n=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
+    stages = 5 if capability >= 90 and head_dim <= 128 else 3
+    return Tiles(
+        block_m=block_m, block_n=64 if head_dim <= 128 else 32, num_warps=4, num_stages=stages
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +109,7 @@ class AttentionPlan:
 class TritonAttention:
     """Implements `backend.AttentionBackend` over a `PagedKVPool` on the device.
 
-    deterministic: decode and extend use the same tiles and fold their sums at the same keys, so
+    deterministic: decode and extend use tiles of the same keys and fold their sums there, so
     the bits of a row do not depend on how its context was computed. share: pages that several
     decoding rows list are read once. Neither changes which keys a row sees. query_dtype: of q and
     of the products; None: the pool's, bf16 where it holds codes.
@@ -124,14 +144,20 @@ class TritonAttention:
         self._group_pad = padded(group)
         element_bytes = (query_dtype or default_query_dtype(pool)).itemsize
         scaled = pool.key_scales(0) is not None
-        self._wide = wide_tiles(
-            head_dim, element_bytes, scaled=scaled, capability=capability_of(pool.keys(0).device)
+        capability = capability_of(pool.keys(0).device)
+        self._wide = wide_tiles(head_dim, element_bytes, scaled=scaled, capability=capability)
+        self._extending = extend_tiles(
+            head_dim, element_bytes, scaled=scaled, capability=capability
         )
         if self._group_pad > self._wide.block_m:
             raise ValueError(
                 f"{group} query heads per kv head are not supported; at most {self._wide.block_m}"
             )
-        self._narrow = self._wide if deterministic else narrow_tiles(head_dim, group, element_bytes)
+        self._narrow = (
+            self._wide
+            if deterministic
+            else narrow_tiles(head_dim, group, element_bytes, capability=capability)
+        )
         self._programs = _num_programs(pool)
         self._constants = {
             "NUM_HEADS": num_heads,
@@ -181,7 +207,9 @@ class TritonAttention:
             self._kept = self._keep(batch, share_rows)
             return self._kept
         decode = decode_work(batch, page_size=page_size, window=self._window, share_rows=share_rows)
-        extend = extend_work(batch, tile_tokens=wide_rows, window=self._window)
+        extend = extend_work(
+            batch, tile_tokens=self._extending.block_m // self._group_pad, window=self._window
+        )
         return AttentionPlan(
             num_decodes=len(decode.rows),
             num_parts=decode.total_parts,
@@ -316,7 +344,7 @@ class TritonAttention:
             q, *self._sides(layer), out,
             views["tile_rows"], views["tile_tokens"], views["tile_pages"], views["tile_starts"],
             views["tile_ends"], views["positions"], views["page_ids"], q.stride(0), self._scale,
-            SPLIT=SPLIT if self._deterministic else 0, **self._compile(self._wide),
+            SPLIT=SPLIT if self._deterministic else 0, **self._compile(self._extending),
         )  # fmt: skip
 
     @property
