@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
@@ -52,8 +52,7 @@ def variants() -> Iterator[Variant]:
             for group in (1, 3, 4, 8) if kind == "bf16" else (4,):
                 yield from _attention(kind, head_dim, group)
         yield from _elementwise(kind)
-        for rows in (64, 2048) if kind != "fp32" else (64,):
-            yield _linear(kind, rows)
+        yield from _linears(kind)
     yield from quantised_variants()
     yield from _feed()
 
@@ -253,12 +252,24 @@ def _elementwise(kind: str) -> Iterator[Variant]:
         )
 
 
-def _linear(kind: str, rows: int) -> Variant:
+def _linears(kind: str) -> Iterator[Variant]:
+    """The tiles of one row, of tens and of many, over matrices of few and of many outputs."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
-    tiles = tiles_of(rows, dtype)
+    for capabilities in ((90,), (80, 89)):
+        known = []
+        for rows in (1, 64, 2048):
+            for columns in (4096, 32768):
+                tiles = tiles_of(rows, columns, dtype, capability=capabilities[0])
+                if tiles not in known:
+                    known.append(tiles)
+                    variant = _linear(kind, f"{rows} rows {columns} columns", tiles)
+                    yield replace(variant, capabilities=capabilities)
+
+
+def _linear(kind: str, shape: str, tiles: Mapping[str, int]) -> Variant:
     sizes = ("num_rows", "num_columns", "depth", "x_stride", "weight_stride")
     return Variant(
-        name=f"linear {kind} {rows} rows",
+        name=f"linear {kind} {shape}",
         kernel=linear_kernel,
         types={
             **dict.fromkeys(("x", "weight", "bias", "out"), _POINTER_KINDS[kind]),

@@ -11,12 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import INTERPRETED, check
+from .common import INTERPRETED, capability_of, check
 
 FEW_ROWS = 64
 _FEW = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
 _MANY = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 _WIDE = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}  # float32
+# Hopper. One row or a few: 48 KB of weights on their way to each processor. Tens of rows are read
+# anew for each tile of columns, from the cache: as few tiles as there are processors. Many: large
+# tiles, since the cache feeds the products.
+_HOPPER_FEW = {**_FEW, "BLOCK_K": 256}
+_HOPPER_SOME = {**_FEW, "BLOCK_N": 128}
+_HOPPER_MANY = {**_MANY, "BLOCK_N": 256, "num_stages": 4}
+_FEWEST_ROWS = 16
+_PROCESSORS = 132
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -58,10 +66,20 @@ def linear_kernel(
     tl.store(at, result, mask=(row < num_rows)[:, None] & (column < num_columns)[None, :])
 
 
-def tiles_of(num_rows: int, dtype: torch.dtype) -> dict[str, int]:
+def tiles_of(
+    num_rows: int, num_columns: int, dtype: torch.dtype, *, capability: int = 90
+) -> dict[str, int]:
+    """How the kernel is compiled; none of it decides a bit of the result."""
     if dtype == torch.float32:
         return _WIDE
-    return _FEW if num_rows <= FEW_ROWS else _MANY
+    is_few = num_rows <= FEW_ROWS
+    if capability < 90:
+        return _FEW if is_few else _MANY
+    large = _HOPPER_SOME if is_few else _HOPPER_MANY
+    programs = triton.cdiv(num_rows, large["BLOCK_M"]) * triton.cdiv(num_columns, large["BLOCK_N"])
+    if programs >= _PROCESSORS and num_rows > _FEWEST_ROWS:
+        return large
+    return _HOPPER_FEW if is_few else _MANY
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -72,7 +90,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     num_columns = len(weight)
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
     if num_rows:
-        tiles = tiles_of(num_rows, x.dtype)
+        tiles = tiles_of(
+            num_rows, num_columns, x.dtype, capability=capability_of(x.device)
+        )
         count = triton.cdiv(num_rows, tiles["BLOCK_M"]) * triton.cdiv(num_columns, tiles["BLOCK_N"])
         linear_kernel[(count,)](
             x, weight, out if bias is None else bias, out, num_rows, num_columns, depth,

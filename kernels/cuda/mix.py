@@ -58,8 +58,9 @@ HOT = (  # variants, by name, whose loops a step spends its time in
     "decode wide bf16 D128 G4 kv fp8",
     "extend plain bf16 D128 G4",
     "extend deterministic bf16 D128 G4",
-    "linear bf16 64 rows",
-    "linear bf16 2048 rows",
+    "linear bf16 1 rows 4096 columns",
+    "linear bf16 64 rows 32768 columns",
+    "linear bf16 2048 rows 4096 columns",
     "quantised int8/32 bf16 1 rows",
     "quantised int4/32 bf16 1 rows",
     "quantised int4/32 min bf16 1 rows",
@@ -204,6 +205,8 @@ def _streamed(variant: Variant, copied: int) -> int:
     """What comes from memory once: K and V, weights; the rest is another program's, too."""
     of: dict[str, Any] = dict(variant.constants)
     kind = variant.name.split()[0]
+    if kind == "extend" or of.get("BLOCK_M", 0) > 64:
+        return 0
     if kind == "decode":
         size = 1 if of["SCALED"] else 2
         return int(2 * of["BLOCK_N"] * (of["HEAD_DIM"] * size + 4 * of["SCALED"]))
@@ -213,7 +216,7 @@ def _streamed(variant: Variant, copied: int) -> int:
         inputs = of["GROUP"] * of.get("GROUPS", 1)
         scales = 2 * of.get("GROUPS", 1) * (1 + of["HAS_MINIMUM"]) if of["PER_GROUP"] else 0
         return int(of["BLOCK_N"] * (inputs // (2 if of["IS_INT4"] else 1) + scales))
-    return 0 if kind == "extend" else copied
+    return copied
 
 
 def line(found: Mix) -> str:

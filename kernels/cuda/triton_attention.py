@@ -49,8 +49,7 @@ def wide_tiles(
     element_bytes: of a query. scaled: K and V are codes, which take registers to widen.
     capability: 90 for Hopper and later, whose products read shared memory and take 64 rows from
     four warps: eight would compute them twice. Five stages there are two tiles ahead of the
-    products, behind page ids that are read two tiles ahead of those. Before, the pipeline takes
-    registers that are not there.
+    products, behind page ids that are read two tiles ahead of those.
     """
     if element_bytes > 2:  # float32 is for comparisons: small tiles, three products each
         block_m, block_n = (32, 32) if head_dim <= 64 else (16, 16)
@@ -61,8 +60,7 @@ def wide_tiles(
         return Tiles(block_m=64, block_n=32, num_warps=8, num_stages=2)
     if capability >= 90:
         return Tiles(block_m=64, block_n=64, num_warps=4, num_stages=5)
-    warps, stages = (4, 3) if head_dim <= 64 else (8, 2)
-    return Tiles(block_m=64, block_n=64, num_warps=warps, num_stages=stages)
+    return Tiles(block_m=64, block_n=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3)
 
 
 def extend_tiles(
@@ -73,7 +71,8 @@ def extend_tiles(
     tiles = wide_tiles(head_dim, element_bytes, scaled=scaled, capability=capability)
     if element_bytes > 2 or head_dim > 128 or capability < 90:
         return tiles
-    return replace(tiles, block_m=128, num_warps=8)
+    stages = tiles.num_stages if padded(head_dim) == head_dim else 2  # masks take registers
+    return replace(tiles, block_m=128, num_warps=8, num_stages=stages)
 
 
 def narrow_tiles(

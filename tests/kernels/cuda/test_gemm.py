@@ -8,7 +8,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from palmette.kernels.cuda.gemm import linear
+from palmette.kernels.cuda.gemm import linear, tiles_of
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -36,3 +36,15 @@ def test_bits_do_not_depend_on_other_rows() -> None:
     whole = linear(x, weight)
     assert torch.equal(linear(x[13:14], weight), whole[13:14])
     assert torch.equal(linear(x[5:60].flip(0), weight), whole[5:60].flip(0))
+
+
+def test_tiles_are_large_where_all_processors_have_one() -> None:
+    def block(rows: int, columns: int, capability: int = 90) -> tuple[int, int, int]:
+        tiles = tiles_of(rows, columns, torch.bfloat16, capability=capability)
+        return tiles["BLOCK_M"], tiles["BLOCK_N"], tiles["BLOCK_K"]
+
+    assert block(1, 32768) == block(16, 32768) == block(64, 4096) == (64, 32, 256)
+    assert block(17, 32768) == (64, 128, 128)
+    assert block(65, 4096) == block(512, 4096) == (128, 128, 64)
+    assert block(2048, 4096) == block(512, 32768) == (128, 256, 64)
+    assert block(1, 32768, 89) == (64, 32, 128) and block(2048, 32768, 80) == (128, 128, 64)
