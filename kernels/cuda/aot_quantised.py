@@ -12,13 +12,13 @@ from .quantised_gemm import FP8_BLOCK, quantised_linear_kernel, reduce_parts_ker
 
 _ACTIVATIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KINDS = (  # name, what kernels read, group, minimums
-    ("int8", "*i8", 32, False),
-    ("int8", "*i8", 64, False),
-    ("int8", "*i8", 128, False),
-    ("int4", "*u8", 32, False),
-    ("int4", "*u8", 32, True),
-    ("int4", "*u8", 64, False),
-    ("int4", "*u8", 128, True),
+    ("int8", "*u32", 32, False),
+    ("int8", "*u32", 64, False),
+    ("int8", "*u32", 128, False),
+    ("int4", "*u32", 32, False),
+    ("int4", "*u32", 32, True),
+    ("int4", "*u32", 64, False),
+    ("int4", "*u32", 128, True),
     ("fp8", "*fp8e4nv", FP8_BLOCK, False),
 )
 _SHORT = (("int8", 32, False), ("int4", 32, True), ("fp8", FP8_BLOCK, False))
@@ -72,8 +72,8 @@ def _linear(
     minimums: bool,
     capability: int,
 ) -> Variant:
-    tiles = tiles_of(rows, dtype, group, capability=capability)
     is_fp8 = kind == "fp8"
+    tiles = tiles_of(rows, dtype, group, is_fp8=is_fp8, capability=capability)
     sizes = ("num_rows", "num_columns", "depth", "x_stride", "group_stride", "column_stride")
     in_parts = rows <= 64
     return Variant(
@@ -90,7 +90,7 @@ def _linear(
             **dict.fromkeys((*sizes, "num_groups", "part_groups"), "i32"),
         },
         constants={
-            **{name: tiles[name] for name in ("BLOCK_M", "BLOCK_N")},
+            **{name: tiles[name] for name in ("BLOCK_M", "BLOCK_N", "GROUPS")},
             **{"GROUP": group, "IS_INT4": kind == "int4", "PER_GROUP": not is_fp8},
             **{"HAS_MINIMUM": minimums, "HAS_BIAS": False, "IN_PARTS": in_parts, "UPCAST": False},
         },

@@ -65,6 +65,64 @@ def numbers_of(raw, kind: tl.constexpr):
     return raw.to(kind)
 
 
+@triton.jit
+def _halves(pairs, kind: tl.constexpr):
+    """uint32 of two 16-bit numbers [..] -> [.., 2]."""
+    low = (pairs & 0xFFFF).to(tl.uint16).to(kind, bitcast=True)
+    high = (pairs >> 16).to(tl.uint16).to(kind, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def int4_numbers(words, ZERO: tl.constexpr, kind: tl.constexpr, wide: tl.constexpr):
+    """uint32 [N, W] of `quantised.packed` -> [N, 8 W] codes less ZERO, made in bf16 or fp16.
+
+    The bits of 128 + code, of 1024 + code in fp16, are those of 128 or 1024 and the code's.
+    """
+    is_half: tl.constexpr = kind == tl.float16
+    base: tl.constexpr = 0x64006400 if is_half else 0x43004300
+    first = tl.join(
+        _halves((words & 0x000F000F) | base, kind), _halves((words >> 4 & 0x000F000F) | base, kind)
+    )
+    second = tl.join(
+        _halves((words >> 8 & 0x000F000F) | base, kind),
+        _halves((words >> 12 & 0x000F000F) | base, kind),
+    )
+    every = tl.join(first, second)  # [N, W, input, half, step]
+    rows: tl.constexpr = words.shape[0]
+    blocks: tl.constexpr = words.shape[1] // 4
+    every = every.reshape([rows, blocks, 4, 2, 2, 2]).permute([0, 1, 5, 4, 2, 3])
+    return every.reshape([rows, 32 * blocks]).to(wide) - ((1024 if is_half else 128) + ZERO)
+
+
+@triton.jit
+def int8_numbers(words, kind: tl.constexpr, wide: tl.constexpr):
+    """uint32 [N, W] of `quantised.packed` -> [N, 4 W] codes.
+
+    bf16 has 8 bits: 128 + the low 7 less 128, or less 256 with the sign; both are bits and these.
+    fp16: the bits of 1024 + 128 + code.
+    """
+    if kind == tl.float16:
+        numbers = _bytes(
+            (words & 0x00FF00FF) ^ 0x64806480, (words >> 8 & 0x00FF00FF) ^ 0x64806480, kind
+        )
+        return numbers.to(wide) - 1152
+    above = words >> 8
+    raised = _bytes((words & 0x007F007F) | 0x43004300, (above & 0x007F007F) | 0x43004300, kind)
+    signs = _bytes((words & 0x00800080) | 0x43004300, (above & 0x00800080) | 0x43004300, kind)
+    return raised.to(wide) - signs.to(wide)
+
+
+@triton.jit
+def _bytes(even, odd, kind: tl.constexpr):
+    """Pairs of the low and of the high half, [N, W] each -> [N, 4 W] in the order of inputs."""
+    every = tl.join(_halves(even, kind), _halves(odd, kind))  # [N, W, input, half]
+    rows: tl.constexpr = even.shape[0]
+    blocks: tl.constexpr = even.shape[1] // 8
+    every = every.reshape([rows, blocks, 4, 2, 2, 2]).permute([0, 1, 3, 5, 2, 4])
+    return every.reshape([rows, 32 * blocks])
+
+
 def native_e4m3(device: torch.device) -> bool:
     """Whether kernels may read float8e4nv on this device."""
     return device.type == "cuda" and capability_of(device) >= 89

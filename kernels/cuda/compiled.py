@@ -16,6 +16,8 @@ from triton.compiler import ASTSource
 
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # CUDA programming guide, bytes
 
+_PRODUCT = re.compile(r"nvidia_mma<.*?warpsPerCTA = \[(.*?)\], instrShape = \[(.*?)\]")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
@@ -45,6 +47,7 @@ class Report:
     tensor_core: int  # HMMA and HGMMA instructions
     wide_loads: int  # 128-bit global loads, asynchronous copies included
     atomics: int
+    products: tuple[str, ...]  # "warps along rows x columns: rows, columns, depth" of matrix ones
     problems: tuple[str, ...]
 
 
@@ -101,6 +104,10 @@ def _report(variant: Variant, capability: int, compiled: Any) -> Report:
         tensor_core=tensor_core,
         wide_loads=wide_loads,
         atomics=atomics,
+        products=tuple(
+            f"{warps.replace(', ', ' x ')}: {shape}"
+            for warps, shape in _PRODUCT.findall(compiled.asm["ttgir"])
+        ),
         problems=tuple(problems),
     )
 

@@ -90,9 +90,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     num_columns = len(weight)
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
     if num_rows:
-        tiles = tiles_of(
-            num_rows, num_columns, x.dtype, capability=capability_of(x.device)
-        )
+        tiles = tiles_of(num_rows, num_columns, x.dtype, capability=capability_of(x.device))
         count = triton.cdiv(num_rows, tiles["BLOCK_M"]) * triton.cdiv(num_columns, tiles["BLOCK_N"])
         linear_kernel[(count,)](
             x, weight, out if bias is None else bias, out, num_rows, num_columns, depth,

@@ -16,7 +16,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,6 +82,7 @@ class Mix:
     programs: int  # of one processor at once
     buffers: int  # bytes of one processor that copies are in flight to, at most
     instructions: int  # of one warp
+    seldom: int  # more of them that most iterations jump over
     streamed: int  # bytes of a program that come from memory, once each
     copied: int  # bytes that a program asks for, from wherever they come
     clocks: dict[str, float]  # by limit
@@ -103,7 +104,7 @@ def mix(variant: Variant) -> Mix:
     sass, usage = disassemble(compiled.asm["cubin"])
     warps = int(compiled.metadata.num_warps)
     registers = max(int(n) for n in re.findall(r"REG:(\d+)", usage))
-    body = hottest_loop([(int(at, 16), text) for at, text in _LINE.findall(sass)])
+    body, seldom = hottest_loop([(int(at, 16), text) for at, text in _LINE.findall(sass)])
     counts = Counter(_name(text).split(".")[0] for text in body)
     per_unit = Counter({"issue": len(body)})
     for name, count in counts.items():
@@ -128,6 +129,7 @@ def mix(variant: Variant) -> Mix:
         programs=programs,
         buffers=programs * _buffers(compiled.asm["ttgir"]),
         instructions=len(body),
+        seldom=seldom,
         streamed=streamed,
         copied=copied,
         clocks=clocks,
@@ -135,25 +137,31 @@ def mix(variant: Variant) -> Mix:
     )
 
 
-def hottest_loop(code: Sequence[tuple[int, str]]) -> list[str]:
-    """Of [(address, instruction)]: the innermost loop with most matrix products and copies; all
-    of it where nothing loops."""
-    loops = []
-    for at, text in code:
-        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < at:
-            loops.append((int(target[1], 16), at))
+def hottest_loop(code: Sequence[tuple[int, str]]) -> tuple[list[str], int]:
+    """Of [(address, instruction)]: the innermost loop with most matrix products and copies, all
+    of it where nothing loops; less what a branch inside of it jumps over, which is counted: masks
+    of a last tile, sums that are folded now and then."""
+    branches = [
+        (at, int(target[1], 16))
+        for at, text in code
+        if (target := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text))
+    ]
+    loops = [(target, at) for at, target in branches if target < at]
     inner = [
         (first, last)
         for first, last in loops
         if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
     ]
-    bodies = [[text for at, text in code if first <= at <= last] for first, last in inner]
-    return max(bodies, key=_weight, default=[text for _, text in code])
+    bodies = [[(at, text) for at, text in code if first <= at <= last] for first, last in inner]
+    body = max(bodies, key=_weight, default=list(code))
+    last = body[-1][0]
+    jumps = [(at, to) for at, to in branches if body[0][0] <= at < to <= last]
+    kept = [text for at, text in body if not any(start < at < stop for start, stop in jumps)]
+    return kept, len(body) - len(kept)
 
 
-def _weight(body: Iterable[str]) -> tuple[int, int]:
-    names = [_name(text) for text in body]
+def _weight(body: Sequence[tuple[int, str]]) -> tuple[int, int]:
+    names = [_name(text) for _, text in body]
     return sum(map(_macs, names)), sum(map(_copied_bytes, names))
 
 

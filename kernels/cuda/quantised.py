@@ -10,7 +10,8 @@ fp8    [N, K] uint8, bits of e4m3   [N] float32           none
     fp8    w = scale * code
 
 g inputs share a scale. A group's codes lie side by side for all outputs, so that a tile of outputs
-is read as one run of bytes. Input 2i of a group is the low half of byte i.
+is read as one run of bytes. Within 32 inputs they lie in the order in which a thread multiplies
+them (`packed`, `unpacked`), so that a word of codes becomes numbers where it was read.
 
 Legend: N outputs, K inputs, g inputs of a group.
 """
@@ -60,10 +61,8 @@ class QuantisedMatrix:
         if self.kind == "fp8":
             numbers = self.codes[ids].view(torch.float8_e4m3fn).float()
             return numbers * self.scales[ids].unsqueeze(-1)
-        codes, scales = self.codes[:, ids], self.scales[:, ids].float().unsqueeze(-1)
-        if self.kind == "int4":
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-        numbers = codes.float()  # [K / g, T, g]
+        scales = self.scales[:, ids].float().unsqueeze(-1)
+        numbers = unpacked(self.codes[:, ids]).float()  # [K / g, T, g]
         if self.minimums is not None:
             numbers = numbers * scales + self.minimums[:, ids].float().unsqueeze(-1)
         else:
@@ -74,6 +73,35 @@ class QuantisedMatrix:
 def dequantised(matrix: QuantisedMatrix) -> Tensor:
     """[N, K] float32."""
     return matrix.rows(torch.arange(matrix.num_columns, device=matrix.codes.device))
+
+
+def packed(codes: Tensor) -> Tensor:
+    """[.., g] int8 -> the same in the order of `quantised_gemm`; uint8 of 0..15 -> [.., g / 2].
+
+    A matrix instruction takes 32 inputs as 2 steps of 2 halves of 4 threads with 2 inputs each.
+    Bytes of int8: by thread, step, input, half. Of int4: by thread, input, step; the halves are
+    those of the byte, low and high. Of a word's 32 bits those 16 apart are then one pair of inputs.
+    """
+    parts = codes.unflatten(-1, (-1, 2, 2, 4, 2))  # 32 inputs: step, half, thread, input
+    if codes.dtype == torch.int8:
+        return _permuted(parts, (2, 0, 3, 1)).flatten(-5)
+    low, high = _permuted(parts, (2, 3, 0, 1)).unbind(-1)
+    return (low | high << 4).flatten(-4)
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """The inverse of `packed`."""
+    if codes.dtype == torch.int8:
+        parts = codes.unflatten(-1, (-1, 4, 2, 2, 2))  # thread, step, input, half
+        return _permuted(parts, (1, 3, 0, 2)).flatten(-5)
+    parts = torch.stack((codes & 15, codes >> 4), dim=-1).unflatten(-2, (-1, 4, 2, 2))
+    return _permuted(parts, (2, 3, 0, 1)).flatten(-5)
+
+
+def _permuted(parts: Tensor, order: tuple[int, int, int, int]) -> Tensor:
+    """The last four dimensions in another order."""
+    first = parts.ndim - 4
+    return parts.permute(*range(first), *(first + dim for dim in order))
 
 
 def from_groups(codes: Tensor, scales: Tensor, minimums: Tensor | None = None) -> QuantisedMatrix:
@@ -89,12 +117,9 @@ def from_groups(codes: Tensor, scales: Tensor, minimums: Tensor | None = None) -
     ]
     if not all(bool(half.isfinite().all()) for half in halves):
         raise ValueError("a scale or minimum is beyond float16; use bf16 weights")
-    kind: QuantisedKind = "int8" if codes.dtype == torch.int8 else "int4"
-    if kind == "int4":
-        codes = codes[..., ::2] | codes[..., 1::2] << 4
     return QuantisedMatrix(
-        kind=kind,
-        codes=codes.transpose(0, 1).contiguous(),
+        kind="int8" if codes.dtype == torch.int8 else "int4",
+        codes=packed(codes).transpose(0, 1).contiguous(),
         scales=halves[0],
         minimums=None if minimums is None else halves[1],
     )

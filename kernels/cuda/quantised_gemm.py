@@ -22,19 +22,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .codes import numbers_of, readable
+from .codes import int4_numbers, int8_numbers, numbers_of, readable
 from .common import INTERPRETED, capability_of, check
 from .quantised import QuantisedMatrix
 
 FP8_BLOCK = 64  # inputs of a step where a scale is an output's
-_FEW = {"BLOCK_M": 16, "BLOCK_N": 128, "num_warps": 4, "num_stages": 4}
-_SOME = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
-_MANY = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
-_WIDE = {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}  # float32
+_FEW = {"BLOCK_M": 16, "BLOCK_N": 128, "num_warps": 4, "num_stages": 4, "GROUPS": 4}
+_SOME = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "GROUPS": 1}
+_MANY = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "GROUPS": 1}
+_WIDE = {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "GROUPS": 1}  # float32
 _IN_PARTS_UP_TO = 64  # rows
 _PROGRAMS = 264  # that parts should make of a matrix: two for each processor of an H200
 _PART_INPUTS = 512  # of a part, at least
 _REDUCE_BLOCK = 512
+
+
+@triton.jit
+def load_groups(pointers, is_column, num_left, num_columns, GROUPS: tl.constexpr):
+    """float16 [N, GROUPS] of the next groups, zero beyond num_left: together, a copy is wide
+    enough to be asynchronous."""
+    group = tl.arange(0, GROUPS)
+    known = is_column[:, None] & (group < num_left)[None, :]
+    return tl.load(pointers[:, None] + (group * num_columns)[None, :], mask=known, other=0.0)
+
+
+@triton.jit
+def one_group(groups, index: tl.constexpr, GROUPS: tl.constexpr):
+    """[N, GROUPS] -> [N, 1] float32 of one of 1, 2 or 4 groups."""
+    if GROUPS == 1:
+        found = groups
+    else:
+        if GROUPS == 4:
+            even, odd = tl.split(groups.reshape([groups.shape[0], 2, 2]))
+            first, second = tl.split(odd if index % 2 else even)
+        else:
+            first, second = tl.split(groups)
+        found = (second if index // (GROUPS // 2) else first)[:, None]
+    return found.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "part_groups"])
@@ -43,15 +67,21 @@ def quantised_linear_kernel(
     x_stride, group_stride, column_stride, num_groups, part_groups,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_INT4: tl.constexpr,
     PER_GROUP: tl.constexpr, HAS_MINIMUM: tl.constexpr, HAS_BIAS: tl.constexpr,
-    IN_PARTS: tl.constexpr, UPCAST: tl.constexpr,
+    IN_PARTS: tl.constexpr, UPCAST: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile of columns, tile of rows, part). IN_PARTS: out is [parts, T, N] float32."""
+    """Programs (tile of columns, tile of rows, part). IN_PARTS: out is [parts, T, N] float32.
+
+    GROUPS of a step: 4 where reading is all there is to do.
+    """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_column = column < num_columns
     is_row = row < num_rows
     k = tl.arange(0, GROUP)
-    WIDTH: tl.constexpr = GROUP // 2 if IS_INT4 else GROUP
+    # codes are read as words where a scale is a group's
+    WIDTH: tl.constexpr = GROUP // 8 if IS_INT4 else (GROUP // 4 if PER_GROUP else GROUP)
+    ZERO: tl.constexpr = 0 if HAS_MINIMUM else 8
+    narrow: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float16 else tl.bfloat16
     byte = tl.arange(0, WIDTH)
     # scalars carry the 64 bits: tiles of pointers would take the registers
     x_tile = x + tl.program_id(1).to(tl.int64) * BLOCK_M * x_stride
@@ -66,41 +96,43 @@ def quantised_linear_kernel(
         last = tl.minimum(first + part_groups, num_groups)
     for begin in range(first, last, part_groups):
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for group in range(begin, tl.minimum(begin + part_groups, last)):
-            inside = (group * GROUP + k < depth)[:, None] & is_row[None, :]
-            left = tl.load(x_tile + group * GROUP + x_offset, mask=inside, other=0.0)
-            if UPCAST:
-                left = left.to(tl.float32)
+        stop = tl.minimum(begin + part_groups, last)
+        for start in range(begin, stop, GROUPS):
             if PER_GROUP:
-                raw = tl.load(code_tile + code_offset, mask=is_column[:, None], other=0.0)
-            else:
-                known = is_column[:, None] & (group * GROUP + byte < depth)[None, :]
-                raw = tl.load(code_tile + code_offset, mask=known, other=0.0)
-            code_tile += group_stride
-            if (
-                IS_INT4
-            ):  # the bits of 128 + code, or of 1024 + code, are those of 128 or 1024 and it
-                is_half: tl.constexpr = left.dtype == tl.float16
-                base: tl.constexpr = 0x6400 if is_half else 0x4300
-                pairs = raw.to(tl.uint16)
-                bits = tl.interleave((pairs & 15) | base, (pairs >> 4) | base)
-                narrow = bits.to(tl.float16 if is_half else tl.bfloat16, bitcast=True)
-                zero: tl.constexpr = (1024 if is_half else 128) + (0 if HAS_MINIMUM else 8)
-                weight = narrow.to(left.dtype) - zero
-            else:
-                weight = numbers_of(raw, left.dtype)
-            if PER_GROUP:
-                part = tl.dot(weight, left, input_precision="tf32x3")
-                at = group * num_columns + column
-                scale = tl.load(scales + at, mask=is_column, other=0.0).to(tl.float32)
-                acc = tl.fma(part, scale[:, None], acc)
-                if HAS_MINIMUM:  # by the same instruction: a sum of its own would have other bits
-                    ones = tl.full((BLOCK_N, GROUP), 1.0, left.dtype)
-                    sums = tl.dot(ones, left, input_precision="tf32x3")
-                    minimum = tl.load(minimums + at, mask=is_column, other=0.0).to(tl.float32)
-                    acc = tl.fma(sums, minimum[:, None], acc)
-            else:
-                acc = tl.dot(weight, left, acc, input_precision="tf32x3")
+                at = start * num_columns + column
+                scale = load_groups(scales + at, is_column, stop - start, num_columns, GROUPS)
+                if HAS_MINIMUM:
+                    minimum = load_groups(
+                        minimums + at, is_column, stop - start, num_columns, GROUPS
+                    )
+            for index in tl.static_range(GROUPS):
+                group = start + index
+                inside = (group * GROUP + k < depth)[:, None] & is_row[None, :]
+                left = tl.load(x_tile + group * GROUP + x_offset, mask=inside, other=0.0)
+                if UPCAST:
+                    left = left.to(tl.float32)
+                if PER_GROUP:
+                    known = column < tl.where(group < stop, num_columns, 0)
+                    raw = tl.load(code_tile + code_offset, mask=known[:, None], other=0)
+                else:
+                    known = is_column[:, None] & (group * GROUP + byte < depth)[None, :]
+                    raw = tl.load(code_tile + code_offset, mask=known, other=0.0)
+                code_tile += group_stride
+                if IS_INT4:
+                    weight = int4_numbers(raw, ZERO, narrow, left.dtype)
+                elif PER_GROUP:
+                    weight = int8_numbers(raw, narrow, left.dtype)
+                else:
+                    weight = numbers_of(raw, left.dtype)
+                if PER_GROUP:
+                    part = tl.dot(weight, left, input_precision="tf32x3")
+                    acc = tl.fma(part, one_group(scale, index, GROUPS), acc)
+                    if HAS_MINIMUM:  # by the same instruction: a sum of its own has other bits
+                        ones = tl.full((BLOCK_N, GROUP), 1.0, left.dtype)
+                        sums = tl.dot(ones, left, input_precision="tf32x3")
+                        acc = tl.fma(sums, one_group(minimum, index, GROUPS), acc)
+                else:
+                    acc = tl.dot(weight, left, acc, input_precision="tf32x3")
         total += acc
     mask = is_column[:, None] & is_row[None, :]
     at = row.to(tl.int64)[None, :] * num_columns + column[:, None]
@@ -136,7 +168,7 @@ def reduce_parts_kernel(
 
 
 def tiles_of(
-    num_rows: int, dtype: torch.dtype, group: int, *, capability: int = 90
+    num_rows: int, dtype: torch.dtype, group: int, *, is_fp8: bool = False, capability: int = 90
 ) -> dict[str, int]:
     """How the kernel is compiled; none of it decides a bit of the result."""
     if dtype == torch.float32:
@@ -144,7 +176,13 @@ def tiles_of(
     tiles = _MANY
     if num_rows <= _IN_PARTS_UP_TO:
         tiles = _FEW if num_rows <= _FEW["BLOCK_M"] else _SOME
+    if is_fp8:  # no scales to wait for
+        return {**tiles, "GROUPS": 1}
     # the codes of a tile are in registers at once, before Hopper x too
+    if group == 64:
+        tiles = {**tiles, "GROUPS": min(2, tiles["GROUPS"])}
+    if group > 64:
+        tiles = {**tiles, "num_stages": 3}
     is_large = group > 64 or (capability < 90 and tiles is _MANY)
     return {**tiles, "BLOCK_N": tiles["BLOCK_N"] // 2} if is_large else tiles
 
@@ -154,6 +192,8 @@ def parts_of(num_columns: int, depth: int, group: int) -> tuple[int, int]:
     num_groups = triton.cdiv(depth, group)
     wanted = triton.cdiv(_PROGRAMS, triton.cdiv(num_columns, _FEW["BLOCK_N"]))
     per_part = max(triton.cdiv(num_groups, wanted), triton.cdiv(_PART_INPUTS, group))
+    # a step's groups are of one part
+    per_part = _FEW["GROUPS"] * triton.cdiv(per_part, _FEW["GROUPS"])
     return per_part, triton.cdiv(num_groups, per_part)
 
 
@@ -170,14 +210,14 @@ def linear(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None = None) -> Te
     is_fp8 = weight.kind == "fp8"
     group = FP8_BLOCK if is_fp8 else weight.group
     part_groups, num_parts = parts_of(num_columns, depth, group)
-    tiles = tiles_of(num_rows, x.dtype, group, capability=capability_of(x.device))
+    tiles = tiles_of(num_rows, x.dtype, group, is_fp8=is_fp8, capability=capability_of(x.device))
     in_parts = num_rows <= _IN_PARTS_UP_TO and num_parts > 1
     parts = (
         torch.empty(num_parts, num_rows, num_columns, dtype=torch.float32, device=x.device)
         if in_parts
         else out
     )
-    codes = readable(weight.codes) if is_fp8 else weight.codes  # int4's bytes are no e4m3
+    codes = readable(weight.codes) if is_fp8 else weight.codes.view(torch.uint32)
     added = out if bias is None else bias
     grid = (
         triton.cdiv(num_columns, tiles["BLOCK_N"]),

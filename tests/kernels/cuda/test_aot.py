@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from palmette.kernels.cuda.mix import hottest_loop
+
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     """Python in a process of its own, which compiles kernels instead of interpreting them."""
@@ -48,6 +50,19 @@ def test_the_main_configurations_compile_well() -> None:
             name = f"{kind} bf16 D{head_dim} G4"
             assert {r["capability"] for r in reports if r["name"] == name} == {80, 89, 90}
     check(reports)
+    check_products(reports)
+
+
+def check_products(reports: list[dict[str, Any]]) -> None:
+    """What gives a row its bits: on Hopper a warp has all keys of a tile, so that its products and
+    sums are the same in a decode of 64 rows and in an extend of 128."""
+    products = {r["name"]: r["products"] for r in reports if r["capability"] == 90}
+    for head_dim in (64, 128):
+        decode = products[f"decode wide bf16 D{head_dim} G4"]
+        extend = products[f"extend deterministic bf16 D{head_dim} G4"]
+        assert {text.split(":")[0] for text in decode} == {"4 x 1"}
+        assert {text.split(":")[0] for text in extend} == {"8 x 1"}
+        assert {t.split(":")[1] for t in decode} == {t.split(":")[1] for t in extend}
 
 
 @pytest.mark.slow
@@ -88,3 +103,40 @@ def test_what_is_amiss_is_a_problem_of_the_table(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for problem in ("no tensor-core instruction", "no 128-bit load", "1 atomics", " spills"):
         assert problem in done.stdout
+
+
+CODE = """
+0000 LDG.E R4, desc[UR4][R2.64]
+0010 FADD R1, R1, R4
+0020 @P0 BRA 0x0000
+0030 IADD3 R5, R5, 0x1, RZ
+0040 LDGSTS.E.BYPASS.128 [R37], desc[UR54][R20.64], P2
+0050 @P1 BRA 0x0080
+0060 FSEL R1, R1, -INF, P0
+0070 FSEL R2, R2, -INF, P0
+0080 @!P2 HMMA.16816.F32.BF16 R24, R88, R12, R24
+0090 @!P0 BRA 0x0040
+00a0 @P3 BRA 0x0030
+00b0 EXIT
+"""
+
+
+def test_the_hottest_loop_is_the_innermost_with_most_products_and_copies() -> None:
+    code = [(int(line[:4], 16), line[5:]) for line in CODE.strip().splitlines()]
+    body, seldom = hottest_loop(code)
+    assert [text.split()[0] for text in body] == ["LDGSTS.E.BYPASS.128", "@P1", "@!P2", "@!P0"]
+    assert seldom == 2  # what the branch jumps over
+    assert hottest_loop(code[3:4]) == (["IADD3 R5, R5, 0x1, RZ"], 0)  # nothing loops
+
+
+def test_a_decode_is_bound_by_memory_and_asks_for_enough() -> None:
+    done = run(["-m", "palmette.kernels.cuda.mix", "--json", "--only", "decode wide bf16 D128 G4"])
+    assert done.returncode == 0, done.stderr
+    found = {mix["name"]: mix for mix in map(json.loads, done.stdout.splitlines())}
+    plain = found["decode wide bf16 D128 G4"]
+    assert plain["streamed"] == 2 * 64 * 128 * 2 <= plain["copied"]
+    clocks = plain["clocks"]
+    assert max(clocks, key=clocks.get) == "memory" and clocks["issue"] > plain["instructions"] / 2
+    assert clocks["tensor"] == 2 * 64 * 64 * 128 / 2048  # each product once
+    assert plain["programs"] >= 2 and plain["buffers"] >= 2**17
+    assert found["decode wide bf16 D128 G4 kv int8"]["streamed"] == 2 * 64 * (128 + 4)

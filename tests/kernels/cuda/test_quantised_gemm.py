@@ -12,9 +12,11 @@ from palmette.kernels.cuda.quantised import (
     dequantised,
     from_groups,
     joined,
+    packed,
     quantise_fp8,
     quantise_int4,
     quantise_int8,
+    unpacked,
 )
 from palmette.kernels.cuda.quantised_gemm import linear, parts_of
 
@@ -88,10 +90,28 @@ def test_fp8_takes_any_number_of_inputs() -> None:
 
 
 def test_parts_make_programs_for_a_device_and_stay_large() -> None:
-    assert parts_of(6144, 4096, 32) == (22, 6)  # 48 tiles of columns
-    assert parts_of(4096, 14336, 32) == (50, 9)
+    assert parts_of(6144, 4096, 32) == (24, 6)  # 48 tiles of columns
+    assert parts_of(4096, 14336, 32) == (52, 9)
     assert parts_of(128256, 4096, 32) == (128, 1)
     assert parts_of(24, 256, 128) == (4, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_codes_of_a_word_are_pairs_of_inputs_of_one_thread(dtype: torch.dtype) -> None:
+    """Of a matrix instruction's 16 inputs, thread q of 4 has 2 q, 2 q + 1 and those 8 further."""
+    lowest = -128 if dtype == torch.int8 else 0
+    codes = torch.arange(256).view(2, 2, 64) % (16 if lowest == 0 else 256) + lowest
+    codes = codes.to(dtype)
+    assert torch.equal(unpacked(packed(codes)), codes)
+    inputs = torch.arange(32, dtype=torch.uint8)
+    if dtype == torch.int8:
+        words = packed(inputs.to(torch.int8)).view(4, 2, 4)  # thread, step, bytes
+        assert words[1].tolist() == [[2, 10, 3, 11], [18, 26, 19, 27]]
+    else:
+        low, high = (packed(part).view(4, 4)[1] for part in (inputs & 15, inputs >> 4))
+        first, second = (low & 15) | high << 4, (low >> 4) | (high >> 4) << 4
+        found = torch.stack((first, second), dim=1).flatten().tolist()
+        assert found == [2, 10, 18, 26, 3, 11, 19, 27]
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
