@@ -38,8 +38,8 @@ _POINTER_KINDS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 _ROWS = {"num_rows": "i32"}
 _KV_ARGUMENTS = ("keys", "values", "key_scales", "value_scales")
 _KV_CODES = (  # name, what kernels read, the GPUs that read it so
-    ("int8", "*i8", (90,)),
-    ("int8", "*i8", (80, 89)),
+    ("int8", "*u32", (90,)),
+    ("int8", "*u32", (80, 89)),
     ("fp8", "*fp8e4nv", (90,)),
     ("fp8", "*fp8e4nv", (89,)),
     ("fp8", "*u8", (80,)),

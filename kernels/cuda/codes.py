@@ -96,31 +96,70 @@ def int4_numbers(words, ZERO: tl.constexpr, kind: tl.constexpr, wide: tl.constex
 
 
 @triton.jit
-def int8_numbers(words, kind: tl.constexpr, wide: tl.constexpr):
-    """uint32 [N, W] of `quantised.packed` -> [N, 4 W] codes.
+def _int8_pairs(words, kind: tl.constexpr, wide: tl.constexpr):
+    """uint32 [N, W] of four int8 -> [N, W, 2, 2] of `wide`: byte b at [b // 2, b % 2].
 
     bf16 has 8 bits: 128 + the low 7 less 128, or less 256 with the sign; both are bits and these.
     fp16: the bits of 1024 + 128 + code.
     """
     if kind == tl.float16:
-        numbers = _bytes(
-            (words & 0x00FF00FF) ^ 0x64806480, (words >> 8 & 0x00FF00FF) ^ 0x64806480, kind
-        )
-        return numbers.to(wide) - 1152
-    above = words >> 8
-    raised = _bytes((words & 0x007F007F) | 0x43004300, (above & 0x007F007F) | 0x43004300, kind)
-    signs = _bytes((words & 0x00800080) | 0x43004300, (above & 0x00800080) | 0x43004300, kind)
-    return raised.to(wide) - signs.to(wide)
+        even, odd = words & 0x00FF00FF, words >> 8 & 0x00FF00FF
+        pairs = tl.join(_halves(even ^ 0x64806480, kind), _halves(odd ^ 0x64806480, kind))
+        numbers = pairs.to(wide) - 1152
+    else:
+        other = words >> 8
+        low, high = (words & 0x007F007F) | 0x43004300, (other & 0x007F007F) | 0x43004300
+        raised = tl.join(_halves(low, kind), _halves(high, kind))
+        low, high = (words & 0x00800080) | 0x43004300, (other & 0x00800080) | 0x43004300
+        signs = tl.join(_halves(low, kind), _halves(high, kind))
+        numbers = raised.to(wide) - signs.to(wide)
+    return numbers
 
 
 @triton.jit
-def _bytes(even, odd, kind: tl.constexpr):
-    """Pairs of the low and of the high half, [N, W] each -> [N, 4 W] in the order of inputs."""
-    every = tl.join(_halves(even, kind), _halves(odd, kind))  # [N, W, input, half]
-    rows: tl.constexpr = even.shape[0]
-    blocks: tl.constexpr = even.shape[1] // 8
-    every = every.reshape([rows, blocks, 4, 2, 2, 2]).permute([0, 1, 3, 5, 2, 4])
-    return every.reshape([rows, 32 * blocks])
+def int8_numbers(words, kind: tl.constexpr, wide: tl.constexpr):
+    """uint32 [N, W] of `quantised.packed` -> [N, 4 W] codes."""
+    rows: tl.constexpr = words.shape[0]
+    blocks: tl.constexpr = words.shape[1] // 8
+    pairs = _int8_pairs(words, kind, wide).reshape([rows, blocks, 4, 2, 2, 2])
+    return pairs.permute([0, 1, 3, 5, 2, 4]).reshape([rows, 32 * blocks])
+
+
+@triton.jit
+def int8_factors(words, wide: tl.constexpr):
+    """uint32 [N, D / 4] of keys, dimensions in order -> [N, D] in `factor_order`'s, of `wide`:
+    the pairs of a word stay together."""
+    narrow: tl.constexpr = tl.float16 if wide == tl.float16 else tl.bfloat16
+    rows: tl.constexpr = words.shape[0]
+    blocks: tl.constexpr = words.shape[1] // 4
+    pairs = _int8_pairs(words, narrow, wide).reshape([rows, blocks, 4, 2, 2])
+    return pairs.permute([0, 1, 4, 2, 3]).reshape([rows, 16 * blocks])
+
+
+@triton.jit
+def factor_order(numbers):
+    """[M, D] -> the same, each 16 dimensions by half, thread and input of a matrix instruction
+    instead of thread, input and half."""
+    rows: tl.constexpr = numbers.shape[0]
+    blocks: tl.constexpr = numbers.shape[1] // 16
+    parts = numbers.reshape([rows, blocks, 4, 2, 2]).permute([0, 1, 4, 2, 3])
+    return parts.reshape([rows, 16 * blocks])
+
+
+@triton.jit
+def int8_columns(words, wide: tl.constexpr):
+    """uint32 [N, D / 4] of values -> [N, D] of `wide`, bytes 0, 2, 1, 3 of each word."""
+    narrow: tl.constexpr = tl.float16 if wide == tl.float16 else tl.bfloat16
+    pairs = _int8_pairs(words, narrow, wide).permute([0, 1, 3, 2])
+    return pairs.reshape([words.shape[0], 4 * words.shape[1]])
+
+
+@triton.jit
+def column_order(sums):
+    """[M, D] in the order of `int8_columns` -> dimensions in order."""
+    rows: tl.constexpr = sums.shape[0]
+    words: tl.constexpr = sums.shape[1] // 4
+    return sums.reshape([rows, words, 2, 2]).permute([0, 1, 3, 2]).reshape([rows, 4 * words])
 
 
 def native_e4m3(device: torch.device) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .codes import column_order, factor_order
 from .softmax import attend_tile, merge
 
 
@@ -44,6 +45,8 @@ def paged_decode_kernel(
         queries = tl.load(q + row.to(tl.int64)[:, None] * q_stride + lane, mask=mask, other=0.0)
         if UPCAST:
             queries = queries.to(tl.float32)
+        if keys.dtype.element_ty == tl.uint32:
+            queries = factor_order(queries)
         split = tl.load(item_split + item)
         begin = split * SPLIT
         end = tl.minimum(begin + SPLIT, tl.max(position, axis=0) + 1)
@@ -58,6 +61,8 @@ def paged_decode_kernel(
                 start, end, sure, position, kv_head, scale,
                 HEAD_DIM, DIM_PAD, NUM_KV_HEADS, PAGE, BLOCK_N, WINDOW, SCALED,
             )  # fmt: skip
+        if keys.dtype.element_ty == tl.uint32:
+            acc = column_order(acc)
         part = (tl.load(row_parts + row, mask=valid, other=0) + split).to(tl.int64)
         target = part * NUM_HEADS + kv_head * GROUP + head
         tl.store(part_acc + target[:, None] * HEAD_DIM + dim[None, :], acc, mask=mask)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .codes import column_order, factor_order
 from .softmax import attend_tile, merge
 
 
@@ -40,6 +41,8 @@ def paged_extend_kernel(
     queries = tl.load(q + row.to(tl.int64)[:, None] * q_stride + lane, mask=mask, other=0.0)
     if UPCAST:
         queries = queries.to(tl.float32)
+    if keys.dtype.element_ty == tl.uint32:
+        queries = factor_order(queries)
     pages = page_ids + tl.load(tile_pages + tile)
     end = tl.load(tile_ends + tile)
     sure = tl.minimum(end, tl.min(tl.where(valid, position, end), axis=0) + 1)
@@ -66,6 +69,8 @@ def paged_extend_kernel(
                 total = tl.zeros((BLOCK_M,), tl.float32)
     if SPLIT > 0:
         acc, peak, total = merge(whole_acc, whole_peak, whole_total, acc, peak, total)
+    if keys.dtype.element_ty == tl.uint32:
+        acc = column_order(acc)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     target = out + row.to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM) + lane
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)

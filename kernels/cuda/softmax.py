@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import numbers_of
+from .codes import int8_columns, int8_factors, numbers_of
 
 
 @triton.jit
@@ -27,8 +27,10 @@ def attend_tile(
     matters sees all keys below it (and none of a window's is asked of it), so that most tiles are
     not masked; page_ids: pointer to the sequence's first page; scale: 1 / sqrt(D) in units of
     log2. SCALED: keys and values are codes of one byte, their scales [slots, G]; a scale
-    multiplies a column of scores or weights, so that no number is rounded twice.
+    multiplies a column of scores or weights, so that no number is rounded twice. Codes of int8
+    are read as words of four: queries are then in `factor_order`, acc in `int8_columns`'.
     """
+    WORDS: tl.constexpr = keys.dtype.element_ty == tl.uint32
     at = start + tl.arange(0, BLOCK_N)
     dim = tl.arange(0, DIM_PAD)
     there = at < end
@@ -36,13 +38,18 @@ def attend_tile(
     row = (page * PAGE + at % PAGE) * NUM_KV_HEADS + kv_head
     offset = (row * HEAD_DIM)[:, None] + dim[None, :]
     inside = there[:, None] & (dim < HEAD_DIM)[None, :]
-    if SCALED:
+    if WORDS:
+        word = tl.arange(0, DIM_PAD // 4)
+        words = (row * (HEAD_DIM // 4))[:, None] + word[None, :]
+        in_word = there[:, None] & (word < HEAD_DIM // 4)[None, :]
+        key = int8_factors(tl.load(keys + words, mask=in_word, other=0), queries.dtype)
+    elif SCALED:
         key = numbers_of(tl.load(keys + offset, mask=inside, other=0.0), queries.dtype)
-        column = tl.load(key_scales + row, mask=there, other=0.0)
-        scores = tl.dot(queries, tl.trans(key), input_precision="tf32x3") * column[None, :]
     else:
         key = tl.load(keys + offset, mask=inside, other=0.0).to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(key), input_precision="tf32x3")
+    scores = tl.dot(queries, tl.trans(key), input_precision="tf32x3")
+    if SCALED:
+        scores *= tl.load(key_scales + row, mask=there, other=0.0)[None, :]
     if WINDOW > 0 or start + BLOCK_N > sure:
         seen = at[None, :] <= positions[:, None]  # no position is at `end` or beyond it
         if WINDOW > 0:
@@ -53,11 +60,14 @@ def attend_tile(
     weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
     shrink = tl.exp2(peak - base)
     total = total * shrink + tl.sum(weights, axis=1)
-    if SCALED:
+    if WORDS:
+        value = int8_columns(tl.load(values + words, mask=in_word, other=0), queries.dtype)
+    elif SCALED:
         value = numbers_of(tl.load(values + offset, mask=inside, other=0.0), queries.dtype)
-        weights = weights * tl.load(value_scales + row, mask=there, other=0.0)[None, :]
     else:
         value = tl.load(values + offset, mask=inside, other=0.0).to(queries.dtype)
+    if SCALED:
+        weights = weights * tl.load(value_scales + row, mask=there, other=0.0)[None, :]
     acc = acc * shrink[:, None]
     acc = tl.dot(weights.to(queries.dtype), value, acc, input_precision="tf32x3")
     return acc, highest, total
