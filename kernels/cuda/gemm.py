@@ -23,8 +23,8 @@ _WIDE = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stage
 _HOPPER_FEW = {**_FEW, "BLOCK_K": 256}
 _HOPPER_SOME = {**_FEW, "BLOCK_N": 128}
 _HOPPER_MANY = {**_MANY, "BLOCK_N": 256, "num_stages": 4}
-_FEWEST_ROWS = 16
-_PROCESSORS = 132
+FEWEST_ROWS, MANY_ROWS = 16, 1024  # where tiles change besides
+_PROCESSORS = 128  # no fewer programs for the sake of large tiles
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -76,8 +76,9 @@ def tiles_of(
     if capability < 90:
         return _FEW if is_few else _MANY
     large = _HOPPER_SOME if is_few else _HOPPER_MANY
-    programs = triton.cdiv(num_rows, large["BLOCK_M"]) * triton.cdiv(num_columns, large["BLOCK_N"])
-    if programs >= _PROCESSORS and num_rows > _FEWEST_ROWS:
+    least = 1 if is_few else MANY_ROWS // large["BLOCK_M"]  # tiles of rows
+    enough = num_rows > FEWEST_ROWS if is_few else num_rows >= MANY_ROWS
+    if enough and least * triton.cdiv(num_columns, large["BLOCK_N"]) >= _PROCESSORS:
         return large
     return _HOPPER_FEW if is_few else _MANY
 

@@ -297,8 +297,10 @@ class TritonAttention:
         return self.attend(layer, q)
 
     def _sides(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """K, V and their scales as kernels take them, codes of int8 as words of four; without scales
-        numbers stand in for them."""
+        """K, V and their scales as kernels take them, codes of int8 as words of four.
+
+        Without scales numbers stand in for them.
+        """
         keys, values = readable(self._pool.keys(layer)), readable(self._pool.values(layer))
         key_scales, value_scales = self._pool.key_scales(layer), self._pool.value_scales(layer)
         if key_scales is None or value_scales is None:

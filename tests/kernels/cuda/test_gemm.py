@@ -45,6 +45,6 @@ def test_tiles_are_large_where_all_processors_have_one() -> None:
 
     assert block(1, 32768) == block(16, 32768) == block(64, 4096) == (64, 32, 256)
     assert block(17, 32768) == (64, 128, 128)
-    assert block(65, 4096) == block(512, 4096) == (128, 128, 64)
-    assert block(2048, 4096) == block(512, 32768) == (128, 256, 64)
+    assert block(65, 4096) == block(1023, 32768) == block(4096, 2048) == (128, 128, 64)
+    assert block(1024, 4096) == block(4096, 32768) == (128, 256, 64)
     assert block(1, 32768, 89) == (64, 32, 128) and block(2048, 32768, 80) == (128, 128, 64)
