@@ -37,12 +37,8 @@ from .work import SPLIT
 _POINTER_KINDS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 _ROWS = {"num_rows": "i32"}
 _KV_ARGUMENTS = ("keys", "values", "key_scales", "value_scales")
-_KV_CODES = (  # name, what kernels read, the GPUs that read it so
-    ("int8", "*u32", (90,)),
-    ("int8", "*u32", (80, 89)),
-    ("fp8", "*fp8e4nv", (90,)),
-    ("fp8", "*fp8e4nv", (89,)),
-    ("fp8", "*u8", (80,)),
+_KV_CODES = tuple(  # name, the GPUs that read it so
+    (name, capabilities) for name in ("int8", "fp8") for capabilities in ((90,), (80, 89))
 )
 
 
@@ -90,7 +86,7 @@ def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
 
 def _attention_of_codes(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
     is_main = kind == "bf16" and head_dim == 128
-    for codes, pointer, capabilities in _KV_CODES:
+    for codes, capabilities in _KV_CODES:
         narrow = narrow_tiles(head_dim, group, capability=capabilities[0])
         wide = wide_tiles(head_dim, scaled=True, capability=capabilities[0])
         tall = extend_tiles(head_dim, scaled=True, capability=capabilities[0])
@@ -104,10 +100,10 @@ def _attention_of_codes(kind: str, head_dim: int, group: int) -> Iterator[Varian
                 name=f"{variant.name} kv {codes}",
                 types={
                     **variant.types,
-                    **dict.fromkeys(("keys", "values"), pointer),
+                    **dict.fromkeys(("keys", "values"), "*u32"),
                     **dict.fromkeys(("key_scales", "value_scales"), "*fp32"),
                 },
-                constants={**variant.constants, "SCALED": True},
+                constants={**variant.constants, "SCALED": True, "E4M3": codes == "fp8"},
                 capabilities=capabilities,
             )
 
@@ -125,6 +121,7 @@ def _shape(head_dim: int, group: int, tiles: Tiles) -> dict[str, Any]:
         "WINDOW": 0,
         "UPCAST": False,
         "SCALED": False,
+        "E4M3": False,
     }
 
 

@@ -117,6 +117,33 @@ def _int8_pairs(words, kind: tl.constexpr, wide: tl.constexpr):
 
 
 @triton.jit
+def _e4m3_pairs(words, kind: tl.constexpr, wide: tl.constexpr):
+    """uint32 [N, W] of four e4m3 -> [N, W, 2, 2] of `wide`: byte b at [b // 2, b % 2].
+
+    Sign and exponent are put where `kind` has them, and what that does to the exponent is undone
+    by a product with a power of two, exactly also for the smallest.
+    """
+    even, odd = words << 8, words  # the upper byte of a half word
+    is_half: tl.constexpr = kind == tl.float16
+    SHIFT: tl.constexpr = 1 if is_half else 4
+    SIZE: tl.constexpr = 0x3F803F80 if is_half else 0x07F007F0
+    low = (even & 0x80008000) | ((even >> SHIFT) & SIZE)
+    high = (odd & 0x80008000) | ((odd >> SHIFT) & SIZE)
+    pairs = tl.join(_halves(low, kind), _halves(high, kind)).to(wide)
+    return pairs * (256.0 if is_half else 1.329227995784916e36)  # 2^120
+
+
+@triton.jit
+def _pairs(words, E4M3: tl.constexpr, wide: tl.constexpr):
+    narrow: tl.constexpr = tl.float16 if wide == tl.float16 else tl.bfloat16
+    if E4M3:
+        pairs = _e4m3_pairs(words, narrow, wide)
+    else:
+        pairs = _int8_pairs(words, narrow, wide)
+    return pairs
+
+
+@triton.jit
 def int8_numbers(words, kind: tl.constexpr, wide: tl.constexpr):
     """uint32 [N, W] of `quantised.packed` -> [N, 4 W] codes."""
     rows: tl.constexpr = words.shape[0]
@@ -126,13 +153,12 @@ def int8_numbers(words, kind: tl.constexpr, wide: tl.constexpr):
 
 
 @triton.jit
-def int8_factors(words, wide: tl.constexpr):
+def factors(words, E4M3: tl.constexpr, wide: tl.constexpr):
     """uint32 [N, D / 4] of keys, dimensions in order -> [N, D] in `factor_order`'s, of `wide`:
     the pairs of a word stay together."""
-    narrow: tl.constexpr = tl.float16 if wide == tl.float16 else tl.bfloat16
     rows: tl.constexpr = words.shape[0]
     blocks: tl.constexpr = words.shape[1] // 4
-    pairs = _int8_pairs(words, narrow, wide).reshape([rows, blocks, 4, 2, 2])
+    pairs = _pairs(words, E4M3, wide).reshape([rows, blocks, 4, 2, 2])
     return pairs.permute([0, 1, 4, 2, 3]).reshape([rows, 16 * blocks])
 
 
@@ -147,16 +173,15 @@ def factor_order(numbers):
 
 
 @triton.jit
-def int8_columns(words, wide: tl.constexpr):
+def columns(words, E4M3: tl.constexpr, wide: tl.constexpr):
     """uint32 [N, D / 4] of values -> [N, D] of `wide`, bytes 0, 2, 1, 3 of each word."""
-    narrow: tl.constexpr = tl.float16 if wide == tl.float16 else tl.bfloat16
-    pairs = _int8_pairs(words, narrow, wide).permute([0, 1, 3, 2])
+    pairs = _pairs(words, E4M3, wide).permute([0, 1, 3, 2])
     return pairs.reshape([words.shape[0], 4 * words.shape[1]])
 
 
 @triton.jit
 def column_order(sums):
-    """[M, D] in the order of `int8_columns` -> dimensions in order."""
+    """[M, D] in the order of `columns` -> dimensions in order."""
     rows: tl.constexpr = sums.shape[0]
     words: tl.constexpr = sums.shape[1] // 4
     return sums.reshape([rows, words, 2, 2]).permute([0, 1, 3, 2]).reshape([rows, 4 * words])

@@ -22,7 +22,7 @@ def paged_decode_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Programs (any number, kv head) take items in turn: a graph's grid need not fit the step.
 
@@ -59,7 +59,7 @@ def paged_decode_kernel(
             acc, peak, total = attend_tile(
                 queries, acc, peak, total, keys, values, key_scales, value_scales, pages,
                 start, end, sure, position, kv_head, scale,
-                HEAD_DIM, DIM_PAD, NUM_KV_HEADS, PAGE, BLOCK_N, WINDOW, SCALED,
+                HEAD_DIM, DIM_PAD, NUM_KV_HEADS, PAGE, BLOCK_N, WINDOW, SCALED, E4M3,
             )  # fmt: skip
         if keys.dtype.element_ty == tl.uint32:
             acc = column_order(acc)

@@ -21,7 +21,7 @@ def paged_extend_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Tile i: rows tile_rows[i] and tile_tokens[i] - 1 after it; page_ids from tile_pages[i] on;
     keys tile_starts[i] .. tile_ends[i]. SPLIT > 0 folds the sum after every SPLIT keys, as
@@ -57,7 +57,7 @@ def paged_extend_kernel(
         acc, peak, total = attend_tile(
             queries, acc, peak, total, keys, values, key_scales, value_scales, pages,
             start, end, sure, position, kv_head, scale,
-            HEAD_DIM, DIM_PAD, NUM_KV_HEADS, PAGE, BLOCK_N, WINDOW, SCALED,
+            HEAD_DIM, DIM_PAD, NUM_KV_HEADS, PAGE, BLOCK_N, WINDOW, SCALED, E4M3,
         )  # fmt: skip
         if SPLIT > 0:
             if (start + BLOCK_N) % SPLIT == 0:

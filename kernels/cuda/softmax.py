@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import int8_columns, int8_factors, numbers_of
+from .codes import columns, factors, numbers_of
 
 
 @triton.jit
@@ -20,6 +20,7 @@ def attend_tile(
     start, end, sure, positions, kv_head, scale,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
+    E4M3: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys start..start+BLOCK_N, those below `end`, to a partial softmax.
 
@@ -27,8 +28,8 @@ def attend_tile(
     matters sees all keys below it (and none of a window's is asked of it), so that most tiles are
     not masked; page_ids: pointer to the sequence's first page; scale: 1 / sqrt(D) in units of
     log2. SCALED: keys and values are codes of one byte, their scales [slots, G]; a scale
-    multiplies a column of scores or weights, so that no number is rounded twice. Codes of int8
-    are read as words of four: queries are then in `factor_order`, acc in `int8_columns`'.
+    multiplies a column of scores or weights, so that no number is rounded twice. They are
+    read as words of four (E4M3, or int8): queries are then in `factor_order`, acc in `columns`'.
     """
     WORDS: tl.constexpr = keys.dtype.element_ty == tl.uint32
     at = start + tl.arange(0, BLOCK_N)
@@ -42,7 +43,7 @@ def attend_tile(
         word = tl.arange(0, DIM_PAD // 4)
         words = (row * (HEAD_DIM // 4))[:, None] + word[None, :]
         in_word = there[:, None] & (word < HEAD_DIM // 4)[None, :]
-        key = int8_factors(tl.load(keys + words, mask=in_word, other=0), queries.dtype)
+        key = factors(tl.load(keys + words, mask=in_word, other=0), E4M3, queries.dtype)
     elif SCALED:
         key = numbers_of(tl.load(keys + offset, mask=inside, other=0.0), queries.dtype)
     else:
@@ -61,7 +62,7 @@ def attend_tile(
     shrink = tl.exp2(peak - base)
     total = total * shrink + tl.sum(weights, axis=1)
     if WORDS:
-        value = int8_columns(tl.load(values + words, mask=in_word, other=0), queries.dtype)
+        value = columns(tl.load(values + words, mask=in_word, other=0), E4M3, queries.dtype)
     elif SCALED:
         value = numbers_of(tl.load(values + offset, mask=inside, other=0.0), queries.dtype)
     else:

@@ -168,6 +168,7 @@ class TritonAttention:
             "WINDOW": sliding_window or 0,
             "UPCAST": INTERPRETED,
             "SCALED": scaled,
+            "E4M3": scaled and pool.keys(0).dtype != torch.int8,
         }
         self._kept: AttentionPlan | None = None  # of the newest step, if that is one of a run
         self._plan: AttentionPlan | None = None
@@ -297,16 +298,18 @@ class TritonAttention:
         return self.attend(layer, q)
 
     def _sides(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """K, V and their scales as kernels take them, codes of int8 as words of four.
+        """K, V and their scales as kernels take them, codes as words of four.
 
         Without scales numbers stand in for them.
         """
-        keys, values = readable(self._pool.keys(layer)), readable(self._pool.values(layer))
+        keys, values = self._pool.keys(layer), self._pool.values(layer)
         key_scales, value_scales = self._pool.key_scales(layer), self._pool.value_scales(layer)
         if key_scales is None or value_scales is None:
             return keys, values, keys, values
-        if keys.dtype == torch.int8 and self._head_dim % 4 == 0:
+        if self._head_dim % 4 == 0:
             keys, values = keys.view(torch.uint32), values.view(torch.uint32)
+        else:
+            keys, values = readable(keys), readable(values)
         return keys, values, key_scales, value_scales
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
