@@ -87,7 +87,7 @@ def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
 def _attention_of_codes(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
     is_main = kind == "bf16" and head_dim == 128
     for codes, capabilities in _KV_CODES:
-        narrow = narrow_tiles(head_dim, group, capability=capabilities[0])
+        narrow = narrow_tiles(head_dim, group, scaled=True, capability=capabilities[0])
         wide = wide_tiles(head_dim, scaled=True, capability=capabilities[0])
         tall = extend_tiles(head_dim, scaled=True, capability=capabilities[0])
         for variant in (

@@ -50,15 +50,19 @@ def attend_tile(
         key = tl.load(keys + offset, mask=inside, other=0.0).to(queries.dtype)
     scores = tl.dot(queries, tl.trans(key), input_precision="tf32x3")
     if SCALED:
-        scores *= tl.load(key_scales + row, mask=there, other=0.0)[None, :]
+        scores *= (scale * tl.load(key_scales + row, mask=there, other=0.0))[None, :]
     if WINDOW > 0 or start + BLOCK_N > sure:
         seen = at[None, :] <= positions[:, None]  # no position is at `end` or beyond it
         if WINDOW > 0:
             seen = seen & (at[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
-    highest = tl.maximum(peak, tl.max(scores, axis=1) * scale)
+    largest = tl.max(scores, axis=1)
+    highest = tl.maximum(peak, largest if SCALED else largest * scale)
     base = tl.where(highest == float("-inf"), 0.0, highest)  # a row that has seen nothing yet
-    weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
+    if SCALED:
+        weights = tl.exp2(scores - base[:, None])
+    else:  # an exact product: both modes take it with the sum
+        weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
     shrink = tl.exp2(peak - base)
     total = total * shrink + tl.sum(weights, axis=1)
     if WORDS:

@@ -76,13 +76,22 @@ def extend_tiles(
 
 
 def narrow_tiles(
-    head_dim: int, group: int, element_bytes: int = 2, *, capability: int = 90
+    head_dim: int,
+    group: int,
+    element_bytes: int = 2,
+    *,
+    scaled: bool = False,
+    capability: int = 90,
 ) -> Tiles:
-    """Tiles of decode when no page is shared and bits may differ from extend's."""
+    """Tiles of decode when no page is shared and bits may differ from extend's.
+
+    Of short codes four programs are at work at once, for which more stages have no registers.
+    """
     if element_bytes > 2:
         return wide_tiles(head_dim, element_bytes)
     block_m = max(MIN_BLOCK_M, padded(group))
-    stages = 5 if capability >= 90 and head_dim <= 128 else 3
+    is_short = scaled and head_dim <= 64
+    stages = 5 if capability >= 90 and head_dim <= 128 and not is_short else 3
     return Tiles(
         block_m=block_m, block_n=64 if head_dim <= 128 else 32, num_warps=4, num_stages=stages
     )
@@ -155,7 +164,7 @@ class TritonAttention:
         self._narrow = (
             self._wide
             if deterministic
-            else narrow_tiles(head_dim, group, element_bytes, capability=capability)
+            else narrow_tiles(head_dim, group, element_bytes, scaled=scaled, capability=capability)
         )
         self._programs = _num_programs(pool)
         self._constants = {

@@ -11,7 +11,15 @@ from attention_cases import Case, Sequence_, make_batch, poisoned_pool, random_r
 triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl
 
-from palmette.kernels.cuda.codes import e4m3_bits, int8_code, numbers_of
+from palmette.kernels.cuda.codes import (
+    column_order,
+    columns,
+    e4m3_bits,
+    factor_order,
+    factors,
+    int8_code,
+    numbers_of,
+)
 from palmette.kernels.cuda.rope_write import rope_write
 from palmette.kernels.cuda.triton_attention import TritonAttention
 from palmette.kernels.kv_codes import LARGEST, decode, encode
@@ -173,3 +181,27 @@ def test_a_number_is_off_by_half_a_step_at_most(codes: torch.dtype, largest_erro
     if codes == torch.float8_e4m3fn:
         assert (error <= torch.maximum(x.abs() * 2.0**-4, step * 2.0**-10) * (1 + 1e-5)).all()
     assert LARGEST[codes] == found.float().abs().max()
+
+
+@triton.jit
+def widen_kernel(words, out, E4M3: tl.constexpr, KIND: tl.constexpr):
+    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    word = tl.load(words + tl.arange(0, 16)[:, None] * 4 + tl.arange(0, 4)[None, :])
+    values = column_order(columns(word, E4M3, KIND))
+    tl.store(out + at, values.to(tl.float32))
+    tl.store(out + 256 + at, factors(word, E4M3, KIND).to(tl.float32))
+    tl.store(out + 512 + at, factor_order(values).to(tl.float32))
+
+
+@pytest.mark.parametrize("kind", [tl.float32, tl.float16])
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+def test_every_code_of_a_word_is_widened_exactly(codes: torch.dtype, kind: tl.dtype) -> None:
+    """Values come out in order; keys in the order that queries are put into."""
+    numbers = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    found = torch.empty(3, 256)
+    words = numbers.view(torch.uint32)
+    widen_kernel[(1,)](words, found, E4M3=codes != torch.int8, KIND=kind)
+    expected = numbers.view(codes).float()
+    known = ~expected.isnan()
+    assert known.sum() >= 254 and torch.equal(found[0][known], expected[known])
+    assert torch.equal(found[1], found[2])
