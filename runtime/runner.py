@@ -363,7 +363,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         if attention.name == "flashinfer":
             from palmette.kernels.cuda.flashinfer import flashinfer_bytes
 
-            wrappers = flashinfer_bytes()
+            wrappers = flashinfer_bytes(model.num_heads, model.num_kv_heads, model.head_dim)
         return step + graphs + wrappers + 2 * CHUNK_BYTES  # a chunk is gathered, then in order
 
     return RunnerChoice(

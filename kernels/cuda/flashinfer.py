@@ -24,14 +24,41 @@ from .cascade import MAX_SHARED_LEVELS, Cascade, Level, cascade
 from .needs import FLASHINFER_HEAD_DIMS, flashinfer_lacks
 from .triton_attention import AttentionPlan, Tiles
 
-WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
+_LEAST_WORKSPACE = 128 << 20  # what its documentation recommends
 _INTEGER_BYTES = 8 << 20  # of a wrapper's plan, as its constructor takes
+_MAX_ROWS = 256  # of a graph
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def flashinfer_bytes() -> int:
+def workspace_bytes(
+    num_heads: int, num_kv_heads: int, head_dim: int, *, num_processors: int = 132
+) -> int:
+    """What its kernels may need for the parts of split sums, by the rule of its `PrefillPlan`.
+
+    A plan takes a part of [cta, H, D + 1] float32 for each tile of rows, and in graphs for as many
+    tiles as any step could have.
+    """
+    group = num_heads // num_kv_heads
+    split = 2 * num_processors // num_kv_heads  # tiles up to which keys are split
+
+    def cta(rows: int) -> int:
+        if rows > 64 and head_dim < 256:
+            return 128
+        return 64 if rows > 16 else 16
+
+    tiles = [split * 128]  # without graphs
+    for entries in (_MAX_ROWS, _entries(_MAX_ROWS)):  # of the rows' own level, of a shared one
+        size = cta((_MAX_ROWS - entries + 1) * group)
+        most = -(-_MAX_ROWS * group // size) + entries - 1
+        tiles.append(max(split, most) * size)
+    needed = 4 * num_heads * (head_dim + 1) * max(tiles) + (1 << 20)
+    return max(_LEAST_WORKSPACE, needed)
+
+
+def flashinfer_bytes(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     """Device memory of the wrappers, beside index arrays."""
-    return WORKSPACE_BYTES + 2 * (MAX_SHARED_LEVELS + 1) * _INTEGER_BYTES
+    integers = 2 * (MAX_SHARED_LEVELS + 1) * _INTEGER_BYTES
+    return workspace_bytes(num_heads, num_kv_heads, head_dim) + integers
 
 
 def why_not(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
@@ -81,6 +108,12 @@ class FlashInferAttention:
         device = pool.keys(0).device
         self._wrappers = _Wrappers(
             device,
+            workspace_bytes(
+                num_heads,
+                self._num_kv_heads,
+                self._head_dim,
+                num_processors=_num_processors(device),
+            ),
             use_tensor_cores=num_heads // self._num_kv_heads not in (1, 2, 3),
         )
         self._make_event: Callable[[], Any] | None = (
@@ -255,13 +288,15 @@ class _Wrappers:
     The plans of all graphs lie in the same integer buffers: each is made anew before its replay.
     """
 
-    def __init__(self, device: torch.device, *, use_tensor_cores: bool) -> None:
+    def __init__(
+        self, device: torch.device, workspace_bytes: int, *, use_tensor_cores: bool
+    ) -> None:
         import flashinfer
 
         self.library: Any = flashinfer
         self._device = device
         self._use_tensor_cores = use_tensor_cores
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self._integers: list[Tensor] = []
         self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "NHD", use_tensor_cores=use_tensor_cores
@@ -323,6 +358,12 @@ class _Wrappers:
 
     def _buffer(self, length: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(length, dtype=dtype, device=self._device)
+
+
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _kind(num_levels: int) -> Tiles:

@@ -72,6 +72,24 @@ def test_it_plans_once_a_step_and_runs_once_a_layer() -> None:
     assert [wrapper.calls for wrapper in wrappers] == [["plan", "run", "run"]] * 2
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "tiles"),
+    [
+        (9, 3, 64, 0),  # less than recommended
+        (32, 8, 128, 71 * 128),  # 256 rows as 64 entries: 8 tiles of rows and one more for each
+        (64, 8, 128, 79 * 128),
+        (64, 64, 256, 271 * 16),
+    ],
+)
+def test_the_workspace_holds_the_largest_plan(
+    heads: int, kv_heads: int, head_dim: int, tiles: int
+) -> None:
+    """Of graphs of 256 rows, whose parts for Llama 3.1 8B are more than the recommended 128 MiB."""
+    found = flashinfer.workspace_bytes(heads, kv_heads, head_dim)
+    assert found >= max(128 << 20, 4 * heads * tiles * (head_dim + 1))
+    assert found <= 512 << 20
+
+
 def test_a_plan_waits_for_the_same_wrappers_last_one_alone() -> None:
     """The other levels' plans of the step lie behind the step before, which is still computed."""
     case = CASES["shared"]
