@@ -22,7 +22,7 @@ from .books import check_books
 from .cache import PrefixCache
 from .commit import CommitHooks, Committer
 from .config import EngineConfig
-from .faults import BROKEN, CLOSED, Aborted, SequenceFault, deadline_passed, explain
+from .faults import BROKEN, CLOSED, Aborted, SequenceFault, deadline_passed, explain, is_final
 from .grammar_waiters import GrammarWaiters, fitted
 from .intake import Intake
 from .interrupts import deferred_interrupt
@@ -185,6 +185,11 @@ class Engine:
         return bool(self._live or self._outputs) or self._steps.in_flight or self.cache.has_work
 
     @property
+    def is_over(self) -> bool:
+        """Whether it takes no more work, and only another engine can."""
+        return self._refusal is not None
+
+    @property
     def is_compiling(self) -> bool:
         """Whether nothing can be done but to wait for grammars, as `step` does for a moment."""
         if self._outputs or self._steps.in_flight:
@@ -338,6 +343,9 @@ class Engine:
             keep = error.keep
         elif info.code == "internal":
             logger.error("request %s failed", sequence.request_id, exc_info=error)
+        if self._refusal is None and is_final(error):
+            self._refusal = info
+            logger.critical("the engine takes no more work: %s", info.message)
         self._end(sequence, FAILED, error=info, keep=keep)
 
     def _end(

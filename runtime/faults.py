@@ -14,12 +14,16 @@ CLOSED = ErrorInfo(code="unavailable", message="the engine was closed")
 
 
 class SequenceFault(RuntimeError):
-    """Ends one request with an error whose message may be shown to its client."""
+    """Ends one request with an error whose message may be shown to its client.
 
-    def __init__(self, info: ErrorInfo, *, keep: bool = True) -> None:
+    is_final: nothing can be computed any more, for nobody.
+    """
+
+    def __init__(self, info: ErrorInfo, *, keep: bool = True, is_final: bool = False) -> None:
         super().__init__(info.message)
         self.info = info
         self.keep = keep  # whether what it computed may be found by others
+        self.is_final = is_final
 
 
 class Aborted(Exception):
@@ -36,6 +40,13 @@ def check_room(shortest: Sequence[int] | None, max_new_tokens: int) -> None:
             field="max_new_tokens",
         )
         raise SequenceFault(info)
+
+
+def is_final(error: Exception) -> bool:
+    """Whether nothing can be computed any more, for nobody."""
+    if isinstance(error, SequenceFault):
+        return error.is_final
+    return type(error).__name__ == "DeviceLost"  # as below
 
 
 def explain(request_id: str, error: Exception) -> ErrorInfo:

@@ -52,6 +52,8 @@ class ServedEngine(Protocol):
     def info(self) -> EngineInfo: ...
     @property
     def has_work(self) -> bool: ...
+    @property
+    def is_over(self) -> bool: ...
     def submit(self, requests: Sequence[Request]) -> None: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
     def release(self, releases: Sequence[Release]) -> None: ...
@@ -116,7 +118,7 @@ def _first_frame(transport: Transport[ToEngine]) -> EngineConfig:
 def _run(transport: Transport[ToEngine], engine: ServedEngine) -> int:
     num_steps = 0
     try:
-        while True:
+        while engine.has_work or not engine.is_over:
             if not engine.has_work:
                 transport.wait(None)
             for message in transport.receive():
@@ -128,6 +130,9 @@ def _run(transport: Transport[ToEngine], engine: ServedEngine) -> int:
                     transport.send(frames.StepOutputs(num_steps, outputs))
             elif transport.wants_write:
                 transport.write_some()
+        # All requests have been told; that there is no engine any more, health has to tell.
+        _fail(transport, "the engine can compute nothing more", user_error=False)
+        return 1
     except TransportClosed:
         raise
     except Exception:  # the fault boundary of the process: all requests must hear of it

@@ -9,6 +9,7 @@ its capture, makes the connections.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +60,7 @@ class TensorGroup:
         self.rank, self.size = rank, size
         self.num_calls = 0  # equal on all ranks wherever they are in step
         self._is_ordered = is_ordered and size > 2
+        self._aborting, self._is_aborted = threading.Lock(), False
         self._meet = meet
         store = dist.FileStore(str(folder / "ranks"), size)
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -91,9 +93,14 @@ class TensorGroup:
         self._meet()
 
     def abort(self) -> None:
-        """Let go of calls that wait for a rank which has died, where they would wait for ever."""
-        if self._is_nccl:
-            self._group.abort()
+        """Let go of calls that wait for a rank which has died, where they would wait for ever.
+
+        From any thread, and more than once. Graphs that hold calls are to be gone, or not used.
+        """
+        with self._aborting:
+            if self._is_nccl and not self._is_aborted:
+                self._is_aborted = True
+                self._group.abort()
 
     def _ordered_sum(self, x: Tensor) -> Tensor:
         """Few numbers go to all ranks; of many each rank adds a part, which then goes to all."""

@@ -16,8 +16,12 @@ from contextlib import contextmanager
 import msgspec
 
 from palmette.kernels.batch import ForwardBatch, Int32Array
+from palmette.kernels.kv_dtype import KVDtype
 from palmette.kernels.sampling import SampleBatch, SampleResult
 from palmette.runtime.faults import SequenceFault
+from palmette.runtime.memory import MIB, kv_bytes_per_token
+from palmette.runtime.models.config import ModelConfig
+from palmette.runtime.models.shard import shard_config
 from palmette.runtime.request import ErrorInfo
 from palmette.runtime.runner import AheadHandle, AheadRunner, PendingSample, StepHandle
 
@@ -37,7 +41,7 @@ class RankFailed(SequenceFault):
 
     def __init__(self, text: str) -> None:
         message = f"tensor parallel: {text}; the engine has to be started anew"
-        super().__init__(ErrorInfo(code="unavailable", message=message))
+        super().__init__(ErrorInfo(code="unavailable", message=message), is_final=True)
 
 
 class TensorParallelRunner:
@@ -59,7 +63,7 @@ class TensorParallelRunner:
         checkpoint = open_model(options)
         self._ranks = Ranks(options, on_end=self._let_go)
         try:
-            options = self._met(options)
+            options = self._met(options, checkpoint.config)
             try:
                 self._group = join_group(0, options, self._meet)
                 self._inner = build_rank(self._group, options, checkpoint, progress=progress)
@@ -169,26 +173,13 @@ class TensorParallelRunner:
         assert self._failure is not None
         return self._failure
 
-    def _met(self, options: RankOptions) -> RankOptions:
-        """All ranks have the files open: what they build is what all have memory for."""
+    def _met(self, options: RankOptions, model: ModelConfig) -> RankOptions:
+        """All ranks have the files open: they build what each of them has memory for."""
         own = take_device(0, options)
         free = [own, *(ready.free_bytes for ready in self._ranks.wait_ready())]
-        options = msgspec.structs.replace(options, folder=self._ranks.folder)
-        if options.may_shrink and min(free) < own:
-            share = min(free) / own
-            num_pages = int(options.num_pages * share)
-            logger.warning(
-                "tensor parallel: rank %d has %.0f MiB free, rank 0 %.0f MiB: "
-                "a KV pool of %d pages instead of %d",
-                free.index(min(free)),
-                min(free) / 2**20,
-                own / 2**20,
-                num_pages,
-                options.num_pages,
-            )
-            options = msgspec.structs.replace(options, num_pages=num_pages)
-        self._ranks.tell([Build(options.num_pages)] * (self._ranks.size - 1))
-        return options
+        num_pages = pages_for(options, model, free)
+        self._ranks.tell([Build(num_pages)] * (self._ranks.size - 1))
+        return msgspec.structs.replace(options, folder=self._ranks.folder, num_pages=num_pages)
 
     def _meet(self) -> None:
         self._ranks.wait_ready()
@@ -207,6 +198,28 @@ class TensorParallelRunner:
                 self._ranks.note_lost(f"a step has not ended within {self._timeout_s:.0f} s")
                 self._let_go()
                 return
+
+
+def pages_for(options: RankOptions, model: ModelConfig, free_bytes: Sequence[int]) -> int:
+    """Pages of the pool, which was sized for what rank 0 has free, where another has less.
+
+    RuntimeError when that is not enough for two.
+    """
+    least, own = min(free_bytes), free_bytes[0]
+    if not options.may_shrink or least == own:
+        return options.num_pages
+    kv_dtype = msgspec.convert(options.kv_dtype, KVDtype)
+    shard = shard_config(model, options.size)
+    page_bytes = options.page_size * kv_bytes_per_token(shard, kv_dtype=kv_dtype)
+    num_pages = options.num_pages - -(-(own - least) // page_bytes)
+    text = (
+        f"tensor parallel: rank {free_bytes.index(least)} has {least / MIB:.0f} MiB free, "
+        f"rank 0 {own / MIB:.0f} MiB"
+    )
+    if num_pages < 2:
+        raise RuntimeError(f"{text}, which leaves no room for K and V; free memory of its device")
+    logger.warning("%s: a KV pool of %d pages, not %d", text, num_pages, options.num_pages)
+    return num_pages
 
 
 class AheadTensorParallelRunner(TensorParallelRunner):

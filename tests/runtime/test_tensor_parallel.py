@@ -13,17 +13,28 @@ from typing import Any
 import numpy as np
 import pytest
 
+from palmette.constrained.spec import GrammarSpec
 from palmette.kernels.batch import ForwardBatch
-from palmette.runtime.config import EngineConfig
+from palmette.runtime.config import EngineConfig, SchedulerConfig
 from palmette.runtime.engine import Engine
-from palmette.runtime.fake_runner import run_all
+from palmette.runtime.fake_runner import Answer, ByteTokenizer, collect, fake_engine, run_all
 from palmette.runtime.models.shard import ALONE, Alone, shard_config
 from palmette.runtime.rank_weights import rank_checkpoint
-from palmette.runtime.request import FinishReason, Request, SamplingParams
+from palmette.runtime.request import (
+    FinishReason,
+    LogprobOptions,
+    Request,
+    RequestError,
+    SamplingParams,
+)
 from palmette.runtime.runner import select_runner
 from palmette.runtime.tensor_parallel import ranks as ranks_module
 from palmette.runtime.tensor_parallel.frames import RankOptions, batch_of, launch_frame
-from palmette.runtime.tensor_parallel.runner import RankFailed, TensorParallelRunner
+from palmette.runtime.tensor_parallel.runner import (
+    RankFailed,
+    TensorParallelRunner,
+    pages_for,
+)
 from palmette.runtime.torch_runner import TorchRunner
 from palmette.runtime.weights import open_checkpoint
 
@@ -108,6 +119,81 @@ def test_a_batch_survives_the_way_to_a_rank(pair: Any, model_driver: Any) -> Non
         np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
 
 
+def test_requests_get_the_answers_of_one_process(pair: Any) -> None:
+    """Seeds, masks, penalties and logprobs; pages swapped out and in; a cache cold and warm."""
+    path, ranks = pair
+    requests = [
+        Request(
+            request_id="drawn",
+            prompt_ids=tuple(PROMPT[:20]),
+            sampling=SamplingParams(max_new_tokens=6, seed=3, top_p=0.9, ignore_eos=True),
+            logprobs=LogprobOptions(output=True, num_top=2),
+        ),
+        Request(
+            request_id="penalised",
+            prompt_ids=tuple(PROMPT[:18]),
+            sampling=SamplingParams(
+                max_new_tokens=6, temperature=0.0, repetition_penalty=1.5, ignore_eos=True
+            ),
+        ),
+        Request(
+            request_id="masked",
+            prompt_ids=tuple(PROMPT[5:9]),
+            sampling=SamplingParams(max_new_tokens=5, seed=1),
+            grammar=GrammarSpec.regex("[a-c]{2,9}"),
+        ),
+    ]
+
+    def answers(engine: Engine) -> dict[str, Answer]:
+        found: dict[str, Answer] = {}
+        engine.submit(requests)
+        is_swapped = False
+        while engine.has_work:
+            collect(found, engine.step())
+            engine.check()
+            if not is_swapped and engine.stats().steps == 3:
+                is_swapped = engine.preempt("drawn")
+        return found
+
+    def engine_of(runner: Any) -> Engine:
+        return fake_engine(
+            runner=runner,
+            tokenizer=ByteTokenizer(),
+            context_length=128,
+            scheduler=SchedulerConfig(token_budget=32, swap_min_tokens=1),
+        )
+
+    expected = answers(engine_of(TorchRunner(open_checkpoint(path), num_pages=16, page_size=16)))
+    engine = engine_of(ranks)
+    cold = answers(engine)
+    assert engine.stats().swaps == 1
+    warm = run_all(engine, requests)
+    for name, answer in expected.items():
+        assert cold[name].token_ids == warm[name].token_ids == answer.token_ids, name
+        assert cold[name].text == answer.text
+        assert cold[name].logprobs == warm[name].logprobs  # bit by bit
+        for mine, theirs in zip(cold[name].logprobs, answer.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_the_pool_is_what_the_fullest_device_has_room_for(
+    tiny_models: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_models.directory("llama")
+    model = open_checkpoint(path).config
+    wanted = options(path, num_pages=100, may_shrink=True)
+    page_bytes = 16 * 2 * 3 * 1 * 16 * 4  # tokens, K and V, layers, a rank's heads, values, bytes
+    assert pages_for(wanted, model, [1 << 30, 1 << 30]) == 100
+    assert pages_for(wanted, model, [1 << 30, 1 << 31]) == 100
+    assert pages_for(wanted, model, [1 << 30, (1 << 30) - 5 * page_bytes + 1]) == 95
+    assert "rank 1 has 1024 MiB free, rank 0 1024 MiB: a KV pool of 95 pages, not 100" in (
+        caplog.text
+    )
+    with pytest.raises(RuntimeError, match="rank 1 has 512 MiB free, rank 0 1024 MiB, which leav"):
+        pages_for(wanted, model, [1 << 30, 1 << 29])
+    assert pages_for(options(path, num_pages=100), model, [1 << 30, 1 << 29]) == 100  # as given
+
+
 def test_a_dead_rank_ends_requests_with_a_clear_error(tiny_files: Path) -> None:
     config = EngineConfig(
         model=str(tiny_files), device="cpu", runner="torch", tensor_parallel=2, kv_tokens=512
@@ -139,6 +225,9 @@ def test_a_dead_rank_ends_requests_with_a_clear_error(tiny_files: Path) -> None:
         assert error is not None and error.code == "unavailable"
         assert "rank 1 of 2 has ended (-9)" in error.message
     engine.check()
+    assert engine.is_over
+    with pytest.raises(RequestError, match="started anew"):
+        engine.submit(wanted)
     with pytest.raises(RankFailed):
         runner.pool.export([0])
     engine.close()
