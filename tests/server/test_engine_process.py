@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from palmette.runtime.config import EngineConfig
 from palmette.runtime.fake_runner import FakeRunner, fake_engine
 from palmette.runtime.faults import SequenceFault
@@ -15,14 +17,21 @@ from palmette.server import transport as frames
 from palmette.server.engine_process import serve
 
 
-class LostRunner(FakeRunner):
-    def launch(self, batch: Any) -> Any:
-        info = ErrorInfo(code="unavailable", message="the device was lost")
-        raise SequenceFault(info, is_final=True)
+class DeviceLost(RuntimeError):
+    """As that of the cuda runner, which is known by its name."""
 
 
-def test_the_process_ends_when_its_engine_can_compute_nothing_more() -> None:
+INFO = ErrorInfo(code="unavailable", message="the device was lost")
+
+
+@pytest.mark.parametrize("error", [SequenceFault(INFO, is_final=True), DeviceLost(INFO.message)])
+def test_the_process_ends_when_its_engine_can_compute_nothing_more(error: Exception) -> None:
     """Not before all requests have been told why."""
+
+    class LostRunner(FakeRunner):
+        def launch(self, batch: Any) -> Any:
+            raise error
+
     runner = LostRunner(None, num_pages=64, page_size=16, vocab_size=300)
     theirs, ours = socket.socketpair()
     codes: list[int] = []
