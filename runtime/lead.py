@@ -25,25 +25,22 @@ from .sequence import SequenceState, Status
 @dataclass(frozen=True, slots=True)
 class Lead:
     plan: StepPlan  # as it is launched
-    leases: list[Lease | None]  # of its sequences
+    leases: list[Lease | None]  # of its decodes
     ends: list[int]  # tokens of each decode once it can be committed
     sources: Int32Array  # [T] which row that the plan before samples chooses a row's token, or -1
 
     def still_going(self) -> StepPlan:
         """The rows that are as it was foreseen, now that the step before is committed."""
-        plan, num_decodes = self.plan, len(self.plan.decodes)
-        rows = zip(plan.decodes, self.leases[:num_decodes], self.ends, strict=True)
-        chunks = zip(plan.chunks, self.leases[num_decodes:], strict=True)
-        return StepPlan(
-            decodes=[
-                sequence
-                for sequence, lease, end in rows
-                if sequence.status is Status.DECODE
-                and sequence.num_tokens == end
-                and sequence.lease is lease
-            ],
-            chunks=[chunk for chunk, lease in chunks if chunk.sequence.lease is lease],
-        )
+        rows = zip(self.plan.decodes, self.leases, self.ends, strict=True)
+        decodes = [
+            sequence
+            for sequence, lease, end in rows
+            if sequence.status is Status.DECODE
+            and sequence.num_tokens == end
+            and sequence.lease is lease
+        ]
+        chunks = [c for c in self.plan.chunks if c.sequence.status is Status.PREFILL]
+        return StepPlan(decodes=decodes, chunks=chunks)
 
 
 def lead_of(
@@ -61,7 +58,7 @@ def lead_of(
     sources[: len(plan.decodes)] = [places[sequence.arrival] for sequence in plan.decodes]
     return Lead(
         plan=plan,
-        leases=[sequence.lease for sequence in plan.sequences()],
+        leases=[sequence.lease for sequence in plan.decodes],
         ends=[sequence.num_tokens + 1 for sequence in plan.decodes],
         sources=sources,
     )

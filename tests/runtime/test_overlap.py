@@ -19,6 +19,7 @@ from palmette.constrained.backend import select_backend
 from palmette.constrained.compiler import GrammarCompiler
 from palmette.constrained.spec import GrammarSpec
 from palmette.kernels.batch import ForwardBatch
+from palmette.runtime.chunks import Chunks
 from palmette.runtime.config import SchedulerConfig
 from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import (
@@ -267,6 +268,7 @@ def plain(name: str, num_prompt: int, max_new: int, **fields: Any) -> Request:
     "arriving",
     [
         {0: [plain("long", 100, 3)]},  # chunk after chunk
+        {0: [plain("first", 3, 20)], 2: [plain("read only", 40, 0)]},
         {0: [plain("first", 3, 40)], 9: [plain("later", 60, 4)], 20: [plain("last one", 9, 9)]},
         {
             0: [
@@ -304,6 +306,7 @@ def test_all_steps_but_the_first_are_launched_ahead(
         assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
     stats = engine.stats()
     assert stats.steps - stats.overlapped_steps == 1
+    assert stats.dropped_rows == 0 or any(request.grammar for request in requests)
     assert stats.used_pages == 0
 
 
@@ -354,6 +357,76 @@ def test_a_step_that_cannot_be_launched_ahead_is_planned_anew(delayed: Any) -> N
     assert found["long"].usage.computed_tokens == 70
     assert engine.stats().failed_steps == 0
     assert engine.stats().used_pages == 0
+
+
+def test_what_was_launched_behind_a_step_that_fails_is_claimed_anew(delayed: Any) -> None:
+    """Of who is in that step alone, too: the request that it admitted."""
+    fails = [False]
+
+    def on_launch(batch: ForwardBatch) -> None:
+        if fails[0]:
+            fails[0] = False
+            raise RuntimeError("this pass fails, its rows do not")
+
+    inner = FakeRunner(num_pages=64, page_size=PAGE, vocab_size=300, on_launch=on_launch)
+    engine = fake_engine(
+        runner=delayed(inner), scheduler=SchedulerConfig(token_budget=16, mixed_chunk_tokens=6)
+    )
+    requests = [plain("one", 5, 9), plain("other", 5, 9), plain("comes later", 30, 3)]
+    expected = run_all(fake(None), requests)
+    answers: dict[str, Answer] = {}
+    engine.submit(requests[:2])
+    for _ in range(3):
+        collect(answers, engine.step())
+    engine.submit(requests[2:])
+    fails[0] = True  # the step in flight is computed when the next one has been launched
+    while engine.has_work:
+        collect(answers, engine.step())
+        engine.check()
+    assert engine.stats().failed_steps == 1
+    assert {n: told(a) for n, a in answers.items()} == {n: told(a) for n, a in expected.items()}
+    assert answers["comes later"].usage.computed_tokens == 30
+
+
+def test_a_fault_of_who_has_a_row_in_flight_waits_for_that(
+    delayed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the step in flight computes of it can be built on: it ends when that is committed."""
+    engine = fake(delayed, token_budget=16)
+    long, sibling = plain("long", 60, 3), replace(plain("long", 60, 3), request_id="sibling")
+    expected = run_all(fake(None), [sibling])
+    answers: dict[str, Answer] = {}
+    engine.submit([long, sibling])
+    claim, num_claims = Chunks.claim, 0
+
+    def failing(chunks: Chunks, plan: Any, sequence: Any, most: int) -> Any:
+        nonlocal num_claims
+        num_claims += sequence.request_id == "long"
+        if num_claims == 3 and sequence.request_id == "long":
+            raise RuntimeError("no luck")
+        return claim(chunks, plan, sequence, most)
+
+    monkeypatch.setattr(Chunks, "claim", failing)
+    while engine.has_work:
+        collect(answers, engine.step())
+        engine.check()
+    assert answers["long"].error is not None
+    assert answers["long"].usage.computed_tokens == 32
+    assert answers["sibling"].usage.computed_tokens == 28
+    assert told(answers["sibling"]) == told(expected["sibling"])
+    assert "after its end" not in caplog.text
+
+
+def test_who_has_to_give_way_does_so_between_steps(delayed: Any) -> None:
+    engine = fake(delayed, policy="fair", max_running=4)
+    flood = [plain(f"flood {i}", 5, 40, tenant="heavy") for i in range(8)]
+    light = plain("light", 6, 5, tenant="light")
+    expected = run_all(fake(None), [*flood, light])
+    found = stepped(engine, {0: flood, 6: [light]})
+    assert {n: told(a) for n, a in found.items()} == {n: told(a) for n, a in expected.items()}
+    stats = engine.stats()
+    assert stats.preemptions == 1
+    assert stats.steps - stats.overlapped_steps <= 3
 
 
 def test_a_native_runner_gives_the_same_bits_overlapped(tiny_files: Path, delayed: Any) -> None:

@@ -68,7 +68,7 @@ def random_request(rng: random.Random, index: int, stems: list[tuple[int, ...]])
         ),
         deadline_s=rng.choice((30.0, 80.0)) if rng.random() < 0.15 else None,
         priority=rng.choice((0, 0, 1)),
-        tenant=rng.choice("xyz"),
+        tenant=rng.choice("xxxxyz"),
         choice_index=rng.choice((0, 1)),
     )
 
