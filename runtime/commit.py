@@ -64,6 +64,8 @@ class Committer:
         token_ids = [] if result is None else result.token_ids.tolist()
         for place, sequence in enumerate(plan.decodes):
             try:
+                if not faults and sequence.is_free and self._go_on(sequence, token_ids[place]):
+                    continue
                 self._scheduler.publish_decode(sequence)
                 if faults and sequence.arrival in faults:
                     raise faults[sequence.arrival]
@@ -95,6 +97,30 @@ class Committer:
             except Exception as error:  # fault boundary: one sequence
                 self._hooks.on_fault(chunk.sequence, error)
             place += num_scored + is_sampling
+
+    def _go_on(self, sequence: SequenceState, token_id: int) -> bool:
+        """`publish_decode` and `_take` of one that is free, in as little as it takes.
+
+        False, and nothing is done, unless its text goes on, in the page that it has.
+        """
+        num_tokens = sequence.num_tokens
+        if (
+            num_tokens > sequence.steady_end
+            or sequence.num_covered != num_tokens - 1
+            or token_id in sequence.stop_ids
+            or token_id == NOT_FINITE
+            or len(sequence.generated) + 1 >= sequence.max_generated
+            or num_tokens == len(sequence.ids)
+        ):
+            return False
+        sequence.num_covered = sequence.num_ready = num_tokens
+        sequence.ids[num_tokens] = token_id
+        sequence.generated.append(token_id)
+        sequence.num_tokens = num_tokens + 1
+        sequence.num_released += 1
+        self.num_generated += 1
+        self._deliver(sequence, token_id, None, is_full=False)
+        return True
 
     def _score(self, chunk: Chunk, token_ids: list[int], result: SampleResult, place: int) -> bool:
         """Take in logprobs of known tokens; True when that ended the sequence."""
@@ -174,16 +200,27 @@ class Committer:
             sequence.penalties.count(token_id)
         sequence.num_released += 1
         is_full = len(sequence.generated) >= sequence.max_generated
-        is_streamed = sequence.request.is_streamed
-        if is_streamed and logprob is None and not is_full and sequence.delivery.is_direct:
+        self._deliver(sequence, token_id, logprob, is_full=is_full)
+
+    def _deliver(
+        self,
+        sequence: SequenceState,
+        token_id: int,
+        logprob: TokenLogprob | None,
+        *,
+        is_full: bool,
+    ) -> None:
+        """Give out the newest token, of a text that no grammar asks for."""
+        is_streamed, delivery = sequence.request.is_streamed, sequence.delivery
+        if is_streamed and logprob is None and not is_full and delivery.is_direct:
             self._hooks.on_token(sequence, token_id)
             return
-        matched = sequence.delivery.push(token_id, logprob)
+        matched = delivery.push(token_id, logprob)
         if matched is not None:
             self._hooks.on_finish(sequence, Finish(reason=FinishReason.STOP, matched=matched))
         elif is_full:
             self._hooks.on_finish(sequence, LENGTH)
-        else:
+        elif is_streamed:  # else its end tells all
             self._hooks.on_tokens(sequence)
 
     def _append(

@@ -293,7 +293,17 @@ class Engine:
 
     def _emit_token(self, sequence: SequenceState, token_id: int) -> None:
         """Queue the output of one token: the usual case, in as little as it takes."""
-        self._tell(sequence, (token_id,), sequence.delivery.pass_on(token_id), ())
+        if sequence.prompt_logprobs:
+            self._tell(sequence, (token_id,), sequence.delivery.pass_on(token_id), ())
+            return
+        output = Output(
+            request_id=sequence.request_id,
+            token_ids=(token_id,),
+            text=sequence.delivery.pass_on(token_id),
+            usage=sequence.usage(),
+            timing=sequence.timing(),
+        )
+        self._outputs.append(output)
 
     def _emit(self, sequence: SequenceState) -> None:
         """Queue an output for what has become deliverable, if anything has and somebody reads."""

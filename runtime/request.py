@@ -279,7 +279,7 @@ class Finish:
     matched: int | str | None = None  # the stop id, stop string or stop regex that ended it
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step produced for one request: only what is new since the last Output."""
 
     request_id: str

@@ -267,7 +267,10 @@ class Scheduler:
             self._tree.publish(lease, num_tokens)
             if self._tree.frontier(lease) == num_tokens:
                 sequence.steady_end = len(lease.page_ids) * self._tree.page_size
-        sequence.advance(num_tokens - 1, num_tokens)
+        if sequence.num_covered == num_tokens - 1 >= sequence.num_prompt:  # as `advance` has it
+            sequence.num_covered = sequence.num_ready = num_tokens
+        else:
+            sequence.advance(num_tokens - 1, num_tokens)
 
     def publish_chunk(self, chunk: Chunk) -> bool:
         """A step has computed this chunk; False when what it rests on was lost with another.

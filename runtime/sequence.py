@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
 import numpy as np
 
 from palmette.constrained.backend import CompiledGrammar, GrammarState
@@ -53,6 +54,7 @@ class SequenceState:
         "_encoded",
         "_timing",
         "_told",
+        "_usage",
         "admitted_s",
         "arrival",
         "compiled",
@@ -69,6 +71,7 @@ class SequenceState:
         "held",
         "host_tokens",
         "ids",
+        "is_free",
         "last_step",
         "lease",
         "max_generated",
@@ -152,6 +155,7 @@ class SequenceState:
         self._encoded: bytes | None = None
         self._timing: Timing | None = None
         self._told: tuple[Miss | None, MissFields] | None = None
+        self._usage: Usage | None = None  # as last told; None: more than the completion changed
         self.grammar: GrammarState | None = None  # from the first admission with `compiled` on
         self.needs_grammar = request.grammar is not None  # until `grammar` is there
         start = request.logprobs.prompt_start
@@ -166,6 +170,8 @@ class SequenceState:
         if start == 0:
             self.prompt_logprobs.append(TokenLogprob(token_id=request.prompt_ids[0], logprob=None))
         self.penalties = Penalties(request) if needs_penalties(request.sampling) else None
+        # A token needs nothing but to be appended and delivered.
+        self.is_free = not (self.needs_grammar or self.wants_logprobs or self.penalties)
 
     def all_ids(self) -> Sequence[int]:
         """Prompt and generated ids."""
@@ -181,7 +187,7 @@ class SequenceState:
 
     def start(self, lease: Lease, *, now: float) -> None:
         """Book an admission: the first decides what counts as cached and shared."""
-        self._encoded = None
+        self._encoded = self._usage = None
         self.lease = lease
         self.num_leased = self.num_tokens
         self.status = Status.PREFILL
@@ -230,6 +236,7 @@ class SequenceState:
     def truncate(self, num_generated: int) -> None:
         """Take back the newest generated tokens, none of which was released."""
         assert num_generated >= self.num_released
+        self._usage = None
         del self.generated[num_generated:]
         while self.num_released + len(self.held) > num_generated:
             self.held.pop()
@@ -268,6 +275,7 @@ class SequenceState:
         if start == self.num_covered >= self.num_prompt:  # a decode: nothing to account for
             self.num_covered = self.num_ready = end
             return
+        self._usage = None
         fresh = max(start, self.num_covered)
         self.recomputed_tokens += min(end, fresh) - start
         computed = min(end, self.num_prompt) - fresh
@@ -281,6 +289,7 @@ class SequenceState:
 
     def restore(self, start: int, end: int, tier: str) -> None:
         """Book that the tokens start..end came from a tier below the device."""
+        self._usage = None
         fresh = max(start, self.num_covered)
         restored = max(0, min(end, self.num_prompt) - fresh)
         if tier == "disk":
@@ -293,6 +302,7 @@ class SequenceState:
 
     def explain_rest(self, lease: Lease, end: int) -> None:
         """Tokens up to `end` were restored: why the cache has no more is another question now."""
+        self._usage = None
         if self.num_preemptions or end <= lease.num_matched:
             return
         if end < lease.match_limit:
@@ -310,6 +320,14 @@ class SequenceState:
         A request that ends before its whole prompt was read is charged for what was read, so
         prompt_tokens == cached_tokens + computed_tokens always holds.
         """
+        known, num_delivered = self._usage, self.delivery.num_delivered
+        if known is None or self.forced_at or known.num_preemptions != self.num_preemptions:
+            known = self._usage = self._new_usage()
+        elif known.completion_tokens != num_delivered:
+            known = self._usage = msgspec.structs.replace(known, completion_tokens=num_delivered)
+        return known
+
+    def _new_usage(self) -> Usage:
         prompt_tokens = min(self.num_covered, self.num_prompt)
         cached_tokens = prompt_tokens - self.computed_tokens
         return Usage(
