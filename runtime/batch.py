@@ -115,17 +115,18 @@ class BatchBuilder:
 
     def _add_pages(self, is_full: NDArray[np.bool_]) -> None:
         """The rows whose last page was full have begun the next one of the table."""
-        num_rows, places = len(is_full), np.flatnonzero(is_full)
+        num_rows, (places,) = len(is_full), is_full.nonzero()
         self._last_page_len[places] = 1
-        index = self._positions[places] // self._page_size
-        pages = self._table.page_table[self._rows[places], index]
+        index = self._positions.take(places) // self._page_size
+        pages = self._table.page_table[self._rows.take(places), index]
         self._slots[places] = pages * self._page_size
         num_pages = int(self._kv_indptr[num_rows]) + len(places)
         if 4 * len(places) > num_rows or num_pages > len(self._page_ids):
             self._build_pages(num_rows)
         else:
-            self._insert_pages(pages.tolist(), self._kv_indptr[places + 1].tolist(), num_pages)
-            self._kv_indptr[1 : num_rows + 1] += np.cumsum(is_full, dtype=np.int32)
+            ends = self._kv_indptr[1 : num_rows + 1]
+            self._insert_pages(pages.tolist(), ends.take(places).tolist(), num_pages)
+            ends += is_full.cumsum(dtype=np.int32)
         self._batch = self._as_batch(num_rows, num_rows, num_pages)
 
     def _insert_pages(self, pages: list[int], ends: list[int], num_pages: int) -> None:

@@ -119,7 +119,10 @@ class Committer:
         sequence.num_tokens = num_tokens + 1
         sequence.num_released += 1
         self.num_generated += 1
-        self._deliver(sequence, token_id, None, is_full=False)
+        if sequence.request.is_streamed and sequence.delivery.is_direct:
+            self._hooks.on_token(sequence, token_id)
+        else:
+            self._deliver(sequence, token_id, None, is_full=False)
         return True
 
     def _score(self, chunk: Chunk, token_ids: list[int], result: SampleResult, place: int) -> bool:

@@ -54,8 +54,11 @@ def lead_of(
     plan = _plan_after(flight, places, scheduler, leaving=leaving, now=now)
     if plan is None or plan.is_empty:
         return None
-    sources = np.full(plan.num_tokens, -1, np.int32)
-    sources[: len(plan.decodes)] = [places[sequence.arrival] for sequence in plan.decodes]
+    if plan.decodes == flight.decodes and not plan.chunks:
+        sources = np.arange(len(plan.decodes), dtype=np.int32)
+    else:
+        sources = np.full(plan.num_tokens, -1, np.int32)
+        sources[: len(plan.decodes)] = [places[sequence.arrival] for sequence in plan.decodes]
     return Lead(
         plan=plan,
         leases=[sequence.lease for sequence in plan.decodes],
@@ -87,6 +90,9 @@ def _plan_after(
             chunk = plan.in_flight.get(sequence.arrival)
             is_over = chunk is not None and chunk.end == sequence.num_tokens
         if is_over:
+            continue
+        if is_sampled and sequence.num_tokens < sequence.steady_end:  # the usual case: it has them
+            plan.decodes.append(sequence)
             continue
         try:
             has_pages = (scheduler.reserve if is_sampled else scheduler.resume)(sequence)

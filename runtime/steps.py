@@ -162,13 +162,16 @@ class Steps:
             self._scheduler.abandon(launched)
             return False
         plan = self._scheduler.join(ahead.lead.still_going(), now=now)
-        kept = {sequence.arrival for sequence in plan.sequences()}
-        dropped = [s.arrival for s in launched.sequences() if s.arrival not in kept]
-        self._counters.dropped_rows += launched.num_tokens - plan.num_tokens
-        if plan.is_empty:
-            self._counters.forward_tokens += launched.num_tokens
-            return False
-        rows = launched.sampled_rows(kept) if dropped else None
+        dropped: list[int] = []
+        rows: list[int] | None = None
+        if plan != launched:
+            kept = {sequence.arrival for sequence in plan.sequences()}
+            dropped = [s.arrival for s in launched.sequences() if s.arrival not in kept]
+            self._counters.dropped_rows += launched.num_tokens - plan.num_tokens
+            if plan.is_empty:
+                self._counters.forward_tokens += launched.num_tokens
+                return False
+            rows = launched.sampled_rows(kept) if dropped else None
         try:
             params = self._sampling(launched, dropped) if launched.num_sampled else None
             pending = ahead.handle.start(params)

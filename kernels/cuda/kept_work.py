@@ -85,8 +85,8 @@ class KeptWork:
         slots += 1
         if batch.positions.tobytes() != positions.tobytes():
             return False
-        begins = np.flatnonzero(positions % self._page_size == 0)
-        if len(begins) and not self._begin_pages(begins, batch.kv_slots[begins]):
+        (begins,) = (positions % self._page_size == 0).nonzero()
+        if len(begins) and not self._begin_pages(begins, batch.kv_slots.take(begins)):
             return False
         if self._window is not None and _some_end(positions - self._window + 1):
             return False
@@ -96,12 +96,12 @@ class KeptWork:
     def _begin_pages(self, rows: NDArray[np.intp], slots: Int32Array) -> bool:
         """`rows` begin a page, at `slots`; False: those are not in the pool, or see below."""
         pages, rest = np.divmod(slots, self._page_size)
-        if rest.any() or pages.min() < 0 or pages.max() >= self._pool_pages:
-            return False
+        if rest.any() or np.maximum.reduce(pages.view(np.uint32)) >= self._pool_pages:
+            return False  # as uint32, so that negative ones are too large
         self._slots[rows] = slots
-        positions, arrays = self._positions[rows], self.arrays
+        positions, arrays = self._positions.take(rows), self.arrays
         index = positions // self._page_size
-        arrays["page_ids"][arrays["row_pages"][rows] + index] = pages
+        arrays["page_ids"][arrays["row_pages"].take(rows) + index] = pages
         begins = positions % SPLIT == 0
         return not begins.any() or self._begin_parts(rows[begins], index[begins])
 
