@@ -1,11 +1,12 @@
 """The host's time per decode step of the CUDA runner, on a device that does nothing.
 
-    python benchmarks/decode_host.py [--rounds 5] [--steps 120]
+    python benchmarks/decode_host.py [--rounds 3] [--steps 120] [--only "64 rows"]
 
 Needs triton and no GPU. Prints one JSON line: microseconds per step as [median, spread],
-spread = (max - min) / median over the rounds. `plan`: attention's plan of a step, whose rows are
-those of the step before. `step`: all that the host does, overlapped or one step at a time, and
-how it divides; copies, kernels and graphs cost nothing here.
+spread = (max - min) / median over the rounds, each round the mean of its steps but the slowest
+tenth. `step` is all that the host does in `Engine.step`; what follows is measured in other steps
+and sums to a little more, as clocks take time. Copies, launches and events of the device cost
+nothing here. Rows begin their pages in different steps, 16 tokens each.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        parts = [f"{self.rows} rows of {self.context}"]
+        parts = [f"{self.rows} row{'s' * (self.rows > 1)} of {self.context}"]
         parts += [f"{self.shared} shared"] if self.shared else []
         parts += ["grammar"] if self.has_grammar else []
         parts += [] if self.is_streamed else ["read at their end"]
@@ -184,16 +185,16 @@ def measure(case: Case, num_steps: int) -> dict[str, float]:
     found = {"step": usual(times)}
     clock = Clock()
     steps = engine._steps
-    clock.time(engine, "step", "engine")
-    clock.time(engine._scheduler, "plan", "schedule")
-    clock.time(engine._scheduler, "join", "schedule")
-    clock.time(steps._committer, "commit", "commit")
-    clock.time(steps.builder, "build", "build")
-    clock.time(steps.builder, "sampling", "parameters")
-    clock.time(runner, "launch_ahead", "launch")
+    clock.time(steps.builder, "build", "arrays of the step")
     clock.time(runner._attention, "prepare", "plan of attention")
-    clock.time(runner.graphs, "replay", "replay")
-    clock.time(runner._sampler, "start", "choice")
+    clock.time(runner.graphs, "replay", "inputs of the graph")
+    clock.time(runner, "launch_ahead", "checks")
+    clock.time(steps.builder, "sampling", "parameters and masks")
+    clock.time(runner._sampler, "start", "start of the choice")
+    clock.time(steps._committer, "commit", "commit")
+    clock.time(engine._scheduler, "plan", "scheduler")
+    clock.time(engine._scheduler, "join", "scheduler")
+    clock.time(engine, "step", "the rest of the engine")
     for _ in range(num_steps):
         engine.step()
     found.update({name: usual(times) for name, times in clock.steps.items() if times})

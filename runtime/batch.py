@@ -108,14 +108,16 @@ class BatchBuilder:
         """Count the arrays of the step before up: each row is a token longer."""
         num_decodes = len(decodes)
         is_full = self._last_page_len[:num_decodes] == self._page_size
-        self._growing[:, :num_decodes] += 1
-        if is_full.any():
-            self._add_pages(is_full)
+        growing = self._growing[:, :num_decodes]
+        np.add(growing, 1, out=growing)
+        (places,) = is_full.nonzero()
+        if len(places):
+            self._add_pages(places, is_full)
         self._token_ids[:num_decodes] = self._newest(decodes)
 
-    def _add_pages(self, is_full: NDArray[np.bool_]) -> None:
-        """The rows whose last page was full have begun the next one of the table."""
-        num_rows, (places,) = len(is_full), is_full.nonzero()
+    def _add_pages(self, places: NDArray[np.intp], is_full: NDArray[np.bool_]) -> None:
+        """The rows at `places`, whose last page was full, have begun the next one of the table."""
+        num_rows = len(is_full)
         self._last_page_len[places] = 1
         index = self._positions.take(places) // self._page_size
         pages = self._table.page_table[self._rows.take(places), index]

@@ -227,9 +227,10 @@ class CudaRunner:
                 raise ValueError(
                     f"a {name} is outside of 0..{end - 1}: {values.min()}..{values.max()}"
                 )
-        if len(sources) != batch.num_tokens or sources.max(initial=-1) >= MAX_ROWS:
+        most = np.maximum.reduce(sources) if len(sources) else -1
+        if len(sources) != batch.num_tokens or most >= MAX_ROWS:
             raise ValueError(
-                f"sources: {len(sources)} up to {sources.max(initial=-1)} for {batch.num_tokens} "
+                f"sources: {len(sources)} up to {most} for {batch.num_tokens} "
                 f"tokens; one each, below {MAX_ROWS}"
             )
 
