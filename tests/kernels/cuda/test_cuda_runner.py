@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from palmette.kernels.cuda.device import DeviceLost
-from palmette.kernels.sampling import SampleBatch, sample_rows
+from palmette.kernels.cuda.logits import DeviceLogits, DeviceSampler, StepOutput
+from palmette.kernels.sampling import RowSampling, SampleBatch, sample_rows
 from palmette.runtime.cuda_graphs import graph_bytes, graph_rows_up_to
 from palmette.runtime.faults import explain
 from palmette.runtime.torch_runner import TorchRunner
@@ -113,13 +114,16 @@ def test_graphs_pad_without_touching_pages_or_results(
     assert results[0][1] == results[1][1]
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 0.25)])
 def test_bits_do_not_depend_on_batch_chunks_or_sharing(
-    tiny_models: Any, runner_of: Any, model_driver: Any
+    dtype: str, tolerance: float, tiny_models: Any, runner_of: Any, model_driver: Any
 ) -> None:
     path = tiny_models.directory("llama")
-    runner, _ = runner_of(path, graph_rows=(4,))
+    runner, _ = runner_of(path, graph_rows=(4,), dtype=dtype)
     alone = model_driver(runner)
     whole = logits_of(runner.launch(alone.batch({"a": PROMPT[:19]})))[-1]
+    expected = model_driver(TorchRunner(open_checkpoint(path), **POOL)).step({"a": PROMPT[:19]})
+    np.testing.assert_allclose(whole, expected["a"][-1], rtol=0, atol=tolerance)
     crowd = model_driver(runner, seed=3)
     runner.launch(crowd.batch({"a": PROMPT[:16], "x": PROMPT[5:8]}))
     crowd.share("b", "a", 16)
@@ -268,8 +272,6 @@ def test_steps_that_fit_no_graph_run_without(
 
 
 def test_sampling_is_the_hosts_rule(tiny_models: Any, runner_of: Any, model_driver: Any) -> None:
-    from palmette.kernels.sampling import RowSampling
-
     runner, _ = runner_of(tiny_models.directory("llama"))
     driver = model_driver(runner)
     handle = runner.launch(driver.batch({"a": PROMPT[:6]}))
@@ -303,6 +305,29 @@ def test_sampling_is_the_hosts_rule(tiny_models: Any, runner_of: Any, model_driv
         np.testing.assert_array_equal(mine, theirs)
     for mine, theirs in zip(found.top_logprobs, expected.top_logprobs, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_choice_is_read_after_the_next_one_has_begun(fake_devices: Any) -> None:
+    """Each of two has host memory of its own; the logits are left as they are for the second."""
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(1))
+    best, raw = logits.argmax(dim=1).tolist(), logits.clone()
+    handle = DeviceLogits(StepOutput(logits), DeviceSampler(fake_devices.QueueDevice(), 300))
+    none = np.empty(0, np.int32)
+    row = RowSampling(
+        bias_ids=np.array([7], np.int32),
+        bias_values=np.array([100], np.float32),
+        output_ids=none,
+        output_counts=none,
+        prompt_ids=none,
+        banned_ids=none,
+    )
+    biased = handle.start(plain_params(2, temperature=0, num_top=0, rows=(row, row)))
+    greedy = handle.start(plain_params(2, temperature=0, num_top=0))
+    for pending, ids in ((greedy, best), (biased, [7, 7])):
+        found = pending.result()
+        assert found is not None and found.token_ids.tolist() == ids
+        expected = raw.log_softmax(dim=1)[torch.arange(2), ids]  # of the logits as they came
+        np.testing.assert_allclose(found.logprobs, expected.numpy(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

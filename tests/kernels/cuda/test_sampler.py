@@ -159,3 +159,13 @@ def test_edits_give_the_hosts_row() -> None:
     expected[1, 7] -= 100.0
     expected[1, 1] = -np.inf
     np.testing.assert_allclose(edited.numpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # numpy's
+def test_an_edit_beyond_float32_stays_a_number() -> None:
+    """A small repetition penalty of a large logit: infinite, it would end the row."""
+    logits = torch.tensor([[1e38, 1.0, -1.0]])
+    ids = torch.arange(3, dtype=torch.int32)
+    real = [torch.full((3,), value) for value in (2.0**-10, 0.0, 0.0)]
+    sampler.apply_edits(logits, torch.zeros_like(ids), ids, *real)
+    assert logits.tolist() == [[torch.finfo(torch.float32).max, 1024.0, -(2.0**-10)]]
