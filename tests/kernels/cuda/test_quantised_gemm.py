@@ -76,11 +76,11 @@ def test_parts_are_added_in_one_order_whatever_the_number_of_rows(name: str) -> 
     """Few rows: each part a program; many: one program folds at the same places."""
     matrix = MATRICES[name](24, 1184)
     assert parts_of(24, 1184, 32) == (16, 3)
-    x = random(70, 1184)
-    whole = linear(x, matrix)
-    close(whole, x, matrix, torch.zeros(24))
-    assert torch.equal(linear(x[13:14], matrix), whole[13:14])
-    assert torch.equal(linear(x[5:40].flip(0), matrix), whole[5:40].flip(0))
+    x, bias = random(70, 1184), random(24, seed=2)
+    whole = linear(x, matrix, bias)
+    close(whole, x, matrix, bias)
+    assert torch.equal(linear(x[13:14], matrix, bias), whole[13:14])
+    assert torch.equal(linear(x[5:40].flip(0), matrix, bias), whole[5:40].flip(0))
     assert linear(x[:0], matrix).shape == (0, 24)
 
 
