@@ -52,10 +52,10 @@ class ChunkBudget:
     ) -> int:
         """Most prefill tokens of this step. `prompts`: to be read, the next one last."""
         self._next_share = 0.0
-        most = self._config.token_budget - len(decodes)
+        most = self._config.step_tokens - len(decodes)
         if not decodes or most == 0:
             return most
-        static = min(most, self._config.mixed_chunk_tokens)
+        static = min(most, self._config.chunk_tokens)
         if not prompts or (self._tpot_s is None and self._ttft_s is None):
             return most if _are_one_run(decodes, prompts) else static
         most = min(most, max(FIRST_CHUNK, 2 * self.model.largest_prefill))

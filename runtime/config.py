@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from palmette.radix_cache.pins import check_share
 from palmette.radix_cache.policy import POLICY_NAMES
@@ -15,9 +15,11 @@ POLICIES = ("fcfs", "priority", "lpm", "dfs-weight", "program", "fair")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    token_budget: int = 512  # most tokens in one step: decodes first, prefill chunks fill the rest
-    mixed_chunk_tokens: int = 64  # most prefill tokens in a step that decodes too, without a target
-    max_running: int = 64  # sequences that hold pages
+    """None of the first three: 512, 64 and 64; of the cuda runner 4096, 512 and 256."""
+
+    token_budget: int | None = None  # most tokens in one step: decodes first, then prefill chunks
+    mixed_chunk_tokens: int | None = None  # of them prefill where it decodes too, without a target
+    max_running: int | None = None  # sequences that hold pages
     prefix_cache: bool = True
     overlap: bool = True  # cuda: the host books a step while the device computes the next
     jump_forward: bool = True  # tokens that a grammar forces are not sampled
@@ -53,8 +55,39 @@ class SchedulerConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be >= 0")
         for name in ("token_budget", "mixed_chunk_tokens", "max_running"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is out of range; must be >= 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value} is out of range; must be >= 1")
+
+    def on(self, runner: str) -> SchedulerConfig:
+        """With numbers where None stands, as suits the runner of that name."""
+        suits = _OF_CUDA if runner.split()[:1] == ["cuda"] else _OF_CPU
+        budget, chunk, rows = self.token_budget, self.mixed_chunk_tokens, self.max_running
+        return replace(
+            self,
+            token_budget=suits[0] if budget is None else budget,
+            mixed_chunk_tokens=suits[1] if chunk is None else chunk,
+            max_running=suits[2] if rows is None else rows,
+        )
+
+    @property
+    def step_tokens(self) -> int:
+        """`token_budget`; that of the CPU where none is given."""
+        return _OF_CPU[0] if self.token_budget is None else self.token_budget
+
+    @property
+    def chunk_tokens(self) -> int:
+        """`mixed_chunk_tokens` likewise."""
+        return _OF_CPU[1] if self.mixed_chunk_tokens is None else self.mixed_chunk_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """`max_running` likewise."""
+        return _OF_CPU[2] if self.max_running is None else self.max_running
+
+
+_OF_CPU = (512, 64, 64)  # tokens of a step, of them prefill beside decodes, sequences
+_OF_CUDA = (4096, 512, 256)
 
 
 MAX_THREADS = 1024  # as kernels/csrc/api.cpp has it

@@ -39,7 +39,7 @@ def shares_of(config: SchedulerConfig, num_pages: int, own_pages: PagesOf) -> Do
     """Only `fair` takes from one tenant for another."""
     if config.policy != "fair":
         return None
-    weights, num_rows = dict(config.tenant_weights), min(config.max_running, num_pages)
+    weights, num_rows = dict(config.tenant_weights), min(config.num_rows, num_pages)
     return DominantShare(weights, num_rows=num_rows, num_pages=num_pages, own_pages=own_pages)
 
 

@@ -13,6 +13,7 @@ import heapq
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from palmette.radix_cache.tenants import tenant_of
 from palmette.radix_cache.tree import TreeNode
@@ -74,6 +75,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         layout: str = "",
     ) -> None:
+        config = replace(config, scheduler=config.scheduler.on(info.runner))
         self.config = config
         self.info = info
         self.tokenizer = tokenizer
@@ -86,14 +88,14 @@ class Engine:
             config, info, self._vocabulary, runner.pool, layout=layout, clock=clock
         )
         self._tree = self.cache.tree
-        max_running = min(config.scheduler.max_running, info.num_pages)
+        max_running = min(config.scheduler.num_rows, info.num_pages)
         self._table = SequenceTable(
             num_rows=max_running, max_pages=-(-self._intake.max_tokens // info.page_size)
         )
         builder = BatchBuilder(
             self._table,
             page_size=info.page_size,
-            token_budget=config.scheduler.token_budget,
+            token_budget=config.scheduler.step_tokens,
             mask_words=self._vocabulary.mask_words,
             end_ids=frozenset((*info.eos_token_ids, *self._vocabulary.stop_ids)),
         )

@@ -323,7 +323,7 @@ def fake_engine(
         special_tokens=tokenizer.special_tokens,
         architecture="fake",
         runner=runner.name,
-        max_running=scheduler.max_running,
+        max_running=scheduler.num_rows,
         limits=limits or Limits(),
     )
     return Engine(

@@ -10,6 +10,7 @@ import errno
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from palmette import __version__
@@ -92,6 +93,8 @@ def _load(config: EngineConfig, path: Path, backend: GrammarBackend) -> Engine:
     checkpoint = open_checkpoint(path)
     tokenizer = open_tokenizer(path)
     context_length = _context_length(config, checkpoint.config)
+    suited = config.scheduler.on(select_runner(config).name)
+    config = replace(config, scheduler=suited)
     choice = select_runner(config)
     logger.info("runner %s on %s: %s", choice.name, choice.device, choice.reason)
     plan = plan_memory(
@@ -176,6 +179,6 @@ def _engine_info(
         weights=choice.weights_name(checkpoint) if choice.weights_name else choice.weights,
         kv_dtype=choice.kv_dtype(checkpoint),
         version=__version__,
-        max_running=config.scheduler.max_running,
+        max_running=config.scheduler.num_rows,
         limits=config.limits,
     )

@@ -91,12 +91,12 @@ def plan_memory(
             )
     else:
         by_memory = int(free * fraction) // per_token
-        by_use = config.scheduler.max_running * context_length
+        by_use = config.scheduler.num_rows * context_length
         tokens = min(by_memory, by_use)
         reason = (
             f"{fraction:.0%} of the free memory"
             if by_memory < by_use
-            else f"{config.scheduler.max_running} full contexts"
+            else f"{config.scheduler.num_rows} full contexts"
         )
     pages = tokens // config.page_size
     if pages < 2:

@@ -217,7 +217,7 @@ def _sharded(config: EngineConfig, choice: RunnerChoice) -> RunnerChoice:
             dtype=_rank_dtype(choice.weights, checkpoint, size),
             attention=attention(checkpoint),
             sampling=resolve_sampling(config, has=_is_installed),
-            graph_rows=graph_rows_up_to(config.scheduler.max_running),
+            graph_rows=graph_rows_up_to(config.scheduler.num_rows),
         )
         with capture_bar() as progress:
             return tensor_parallel_runner(options, progress=progress)
@@ -344,7 +344,7 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
                 progress=progress,
                 attention=chosen.name,
                 sampling=sampling,
-                graph_rows=graph_rows_up_to(config.scheduler.max_running),
+                graph_rows=graph_rows_up_to(config.scheduler.num_rows),
                 warm=True,
             )
 
@@ -356,9 +356,9 @@ def _cuda_choice(config: EngineConfig) -> RunnerChoice:
         scheduler = config.scheduler
         model = shard_config(checkpoint.config, config.tensor_parallel)
         step = workspace_bytes(
-            model, token_budget=scheduler.token_budget, max_running=scheduler.max_running
+            model, token_budget=scheduler.step_tokens, max_running=scheduler.num_rows
         )
-        graphs = graph_bytes(model, graph_rows_up_to(scheduler.max_running))
+        graphs = graph_bytes(model, graph_rows_up_to(scheduler.num_rows))
         wrappers = 0
         if attention.name == "flashinfer":
             from palmette.kernels.cuda.flashinfer import flashinfer_bytes

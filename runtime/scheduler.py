@@ -194,7 +194,7 @@ class Scheduler:
         `resume`; then `plan_prompts`.
         """
         self._now = now
-        return num_decodes <= self._config.token_budget and self._make_way(may_preempt=False)
+        return num_decodes <= self._config.step_tokens and self._make_way(may_preempt=False)
 
     def reserve(self, sequence: SequenceState) -> bool:
         """A page for a token that is not known yet; False when there is none to be had."""
@@ -313,7 +313,7 @@ class Scheduler:
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         decodes = [sequence for sequence in self.running if sequence.status is Status.DECODE]
-        budget = self._config.token_budget
+        budget = self._config.step_tokens
         if len(decodes) > budget:  # take turns
             turn = {s.arrival for s in sorted(decodes, key=attrgetter("last_step"))[:budget]}
             decodes = [sequence for sequence in decodes if sequence.arrival in turn]

@@ -10,7 +10,7 @@ import pytest
 from palmette.kernels.cuda import needs
 from palmette.runtime import runner
 from palmette.runtime.attention import AttentionChoice, for_model
-from palmette.runtime.config import EngineConfig
+from palmette.runtime.config import EngineConfig, SchedulerConfig
 from palmette.runtime.models.config import ModelConfig
 
 PRESET = ModelConfig(
@@ -226,3 +226,15 @@ def test_ranks_hold_whole_numbers_of_devices(machine: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match="4 ranks, but torch sees 2 CUDA devices"):
         runner.select_runner(EngineConfig(tensor_parallel=4))
     assert runner.select_runner(EngineConfig(tensor_parallel=2, weights="int8")).weights == "int8"
+
+
+def test_a_gpu_takes_larger_steps_than_a_cpu() -> None:
+    def numbers(config: SchedulerConfig) -> tuple[int, int, int]:
+        return config.step_tokens, config.chunk_tokens, config.num_rows
+
+    plain = SchedulerConfig()
+    assert numbers(plain) == numbers(plain.on("native")) == numbers(plain.on("")) == (512, 64, 64)
+    assert numbers(plain.on("cuda")) == numbers(plain.on("cuda x 2")) == (4096, 512, 256)
+    assert plain.on("native").on("cuda").num_rows == 64  # decided once
+    given = SchedulerConfig(token_budget=512, mixed_chunk_tokens=64, max_running=64)
+    assert given.on("cuda") == given
