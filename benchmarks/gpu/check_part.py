@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ from palmette.kernels.reference import ReferenceAttention
 from palmette.kernels.sampling import RowSampling, SampleBatch, sample_rows
 from palmette.runtime.cuda_runner import CudaRunner
 from palmette.runtime.models.decoder import Decoder
+from palmette.runtime.tensor_parallel.group import TensorGroup
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 FORKS = (*(Sequence_(1, 530 + i, "a", 512) for i in range(20)), Sequence_(1, 40))
@@ -241,6 +244,36 @@ def check_model(results: Results, attention: str = "triton") -> None:
         results.check(f"model {dtype} {attention} used its graph", used)
 
 
+def check_collectives(results: Results) -> None:
+    """What ranks compute together, called and captured: of one rank, which has NCCL as well."""
+    device = MeasuredDevice()
+    shape = 600, 512  # beyond what an ordered sum sends all to all
+    x = torch.randn(shape, device=DEVICE).bfloat16()
+    for is_ordered in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            group = TensorGroup(
+                0, 1, folder=Path(folder), device=device.torch_device, timeout_s=60.0,
+                is_ordered=is_ordered,
+            )  # fmt: skip
+            found = torch.zeros(3, *shape, device=DEVICE, dtype=torch.bfloat16)
+
+            def call(group: TensorGroup = group, found: torch.Tensor = found) -> None:
+                found[0].copy_(group.sum(x.clone()))
+                found[1].copy_(group.join(x))
+                found[2].copy_(x)
+                group.share(found[2])
+
+            what = f"collectives{' in order' if is_ordered else ''}"
+            device.submit(call)
+            results.check(f"{what} called", bool((found == x).all()))
+            graph = device.capture(call)
+            found.zero_()
+            graph.replay()
+            results.check(f"{what} captured", bool((found == x).all()))
+            del graph
+            group.abort()
+
+
 def all_steps() -> list[Callable[[Results], None]]:
     has_flashinfer = flashinfer.why_not(64) is None
     cases = attention_cases()
@@ -248,6 +281,7 @@ def all_steps() -> list[Callable[[Results], None]]:
         check_operations,
         check_sampler,
         check_model,
+        check_collectives,
         *(lambda results, case=case: check_attention(results, case, OURS) for case in cases),
         # last, as it may have to compile its kernels
         *(

@@ -46,10 +46,10 @@ class GoOn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """ids_from_choice: the last array is that of the sources of `launch_ahead`."""
+    """A step; see `Launches`."""
 
-    arrays: list[bytes]  # of a ForwardBatch, in order
-    ids_from_choice: bool = False
+    arrays: list[bytes | None]  # of a ForwardBatch, in order, and sources; None: as before
+    has_sources: bool = False
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
@@ -131,17 +131,28 @@ def receive(connection: Connection) -> Frame:
     return decode(connection.recv_bytes())
 
 
-def launch_frame(batch: ForwardBatch, sources: Int32Array | None = None) -> Launch:
-    arrays = [getattr(batch, name).tobytes() for name in _NAMES]
-    if sources is None:
-        return Launch(arrays)
-    return Launch([*arrays, sources.tobytes()], ids_from_choice=True)
+class Launches:
+    """Steps as frames, on either end: what is as in the step before is not sent again.
 
+    Decodes list the same pages for many steps, which is most of what a step holds.
+    """
 
-def batch_of(frame: Launch) -> ForwardBatch:
-    arrays = [np.frombuffer(data, np.int32) for data in frame.arrays[: len(_NAMES)]]
-    return ForwardBatch(**dict(zip(_NAMES, arrays, strict=True)))
+    def __init__(self) -> None:
+        self._arrays: list[bytes] = [b""] * (len(_NAMES) + 1)
 
+    def frame(self, batch: ForwardBatch, sources: Int32Array | None) -> Launch:
+        arrays = [getattr(batch, name).tobytes() for name in _NAMES]
+        arrays.append(self._arrays[-1] if sources is None else sources.tobytes())
+        known, self._arrays = self._arrays, arrays
+        return Launch(
+            [None if new == old else new for new, old in zip(arrays, known, strict=True)],
+            has_sources=sources is not None,
+        )
 
-def sources_of(frame: Launch) -> Int32Array | None:
-    return np.frombuffer(frame.arrays[-1], np.int32) if frame.ids_from_choice else None
+    def read(self, frame: Launch) -> tuple[ForwardBatch, Int32Array | None]:
+        """The next of the frames that the other end made."""
+        pairs = zip(frame.arrays, self._arrays, strict=True)
+        self._arrays = [old if new is None else new for new, old in pairs]
+        arrays = [np.frombuffer(data, np.int32) for data in self._arrays]
+        batch = ForwardBatch(**dict(zip(_NAMES, arrays[:-1], strict=True)))
+        return batch, arrays[-1] if frame.has_sources else None

@@ -59,7 +59,7 @@ class TensorGroup:
     ) -> None:
         self.rank, self.size = rank, size
         self.num_calls = 0  # equal on all ranks wherever they are in step
-        self._is_ordered = is_ordered and size > 2
+        self._is_ordered = is_ordered and size != 2
         self._aborting, self._is_aborted = threading.Lock(), False
         self._meet = meet
         store = dist.FileStore(str(folder / "ranks"), size)

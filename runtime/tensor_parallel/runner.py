@@ -25,7 +25,7 @@ from palmette.runtime.models.shard import shard_config
 from palmette.runtime.request import ErrorInfo
 from palmette.runtime.runner import AheadHandle, AheadRunner, PendingSample, StepHandle
 
-from .frames import Build, Frame, GoOn, Pages, RankOptions, Sync, Synced, launch_frame
+from .frames import Build, Frame, GoOn, Launches, Pages, RankOptions, Sync, Synced
 from .group import TensorGroup
 from .pool import RankedPool
 from .ranks import RankLost, Ranks, StartFailed
@@ -58,6 +58,7 @@ class TensorParallelRunner:
     def __init__(self, options: RankOptions, *, progress: Progress | None = None) -> None:
         self._failure: RankFailed | None = None
         self._group: TensorGroup | None = None
+        self._launches = Launches()
         self._waits_since: float | None = None  # for the device
         self._is_closed = threading.Event()
         checkpoint = open_model(options)
@@ -121,7 +122,7 @@ class TensorParallelRunner:
 
     @contextmanager
     def _all_launching(self, batch: ForwardBatch, sources: Int32Array | None) -> Iterator[None]:
-        self._tell_each([launch_frame(batch, sources)] * (self._ranks.size - 1))
+        self._tell_each([self._launches.frame(batch, sources)] * (self._ranks.size - 1))
         try:
             with self.waiting():
                 yield

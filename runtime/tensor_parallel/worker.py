@@ -37,6 +37,7 @@ from .frames import (
     GoOn,
     Import,
     Launch,
+    Launches,
     Pages,
     RankOptions,
     Ready,
@@ -44,10 +45,8 @@ from .frames import (
     Stop,
     Sync,
     Synced,
-    batch_of,
     encode,
     receive,
-    sources_of,
 )
 from .group import TensorGroup
 
@@ -138,6 +137,7 @@ class Worker:
         self._connection = connection
         self._runner = runner
         self._group = group
+        self._launches = Launches()
         self._exports: dict[int, PendingPages | bytes] = {}
 
     def follow(self) -> None:
@@ -151,12 +151,12 @@ class Worker:
 
     def _launch(self, frame: Launch) -> None:
         try:
-            sources = sources_of(frame)
+            batch, sources = self._launches.read(frame)
             if sources is None:
-                self._runner.launch(batch_of(frame))
+                self._runner.launch(batch)
             else:
                 assert isinstance(self._runner, AheadRunner)
-                self._runner.launch_ahead(batch_of(frame), sources)
+                self._runner.launch_ahead(batch, sources)
             failure = None
         except Exception as error:
             logger.warning("launch failed: %r", error)

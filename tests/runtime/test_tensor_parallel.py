@@ -29,7 +29,7 @@ from palmette.runtime.request import (
 )
 from palmette.runtime.runner import select_runner
 from palmette.runtime.tensor_parallel import ranks as ranks_module
-from palmette.runtime.tensor_parallel.frames import RankOptions, batch_of, launch_frame
+from palmette.runtime.tensor_parallel.frames import Launch, Launches, RankOptions, decode, encode
 from palmette.runtime.tensor_parallel.runner import (
     RankFailed,
     TensorParallelRunner,
@@ -113,10 +113,24 @@ def test_what_rank_0_refuses_is_refused_by_all(pair: Any, model_driver: Any) -> 
 
 
 def test_a_batch_survives_the_way_to_a_rank(pair: Any, model_driver: Any) -> None:
-    batch = model_driver(pair[1], seed=5).batch({"a": PROMPT[:3], "b": PROMPT[:1]})
-    again = batch_of(launch_frame(batch))
-    for name in batch.__slots__:
-        np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
+    """Whatever of it is as in the step before, and though its arrays are used again."""
+    driver = model_driver(pair[1], seed=5)
+    here, there = Launches(), Launches()
+    steps = ({"a": PROMPT[:3], "b": PROMPT[:1]}, {"a": [3], "b": [4]}, {"a": [3], "b": [5]}, {})
+    for count, parts in enumerate(steps):
+        batch = driver.batch(parts)
+        sources = np.arange(2, dtype=np.int32) if count else None
+        frame = decode(encode(here.frame(batch, sources)))
+        assert isinstance(frame, Launch)
+        if count == 2:  # pages, pointers, sampled rows, sources
+            assert frame.arrays.count(None) == 6
+        again, found = there.read(frame)
+        for name in batch.__slots__:
+            np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
+            getattr(batch, name)[:] = 77
+        assert (found is None) == (sources is None)
+        if sources is not None:
+            np.testing.assert_array_equal(found, sources)
 
 
 def test_requests_get_the_answers_of_one_process(pair: Any) -> None:
