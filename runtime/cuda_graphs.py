@@ -91,6 +91,14 @@ class DecodeGraphs:
     def close(self) -> None:
         self._graphs.clear()
 
+    def capture_shared(self) -> None:
+        """The graphs of steps with shared pages, where those are others."""
+        with torch.inference_mode():
+            for tiles in self._attention.tiles_shared:
+                for rows in reversed(self._rows):
+                    if rows > 1 and (rows, tiles) not in self._graphs:
+                        self._capture(rows, tiles)
+
     def replay(
         self, batch: ForwardBatch, plan: AttentionPlan, sources: Int32Array
     ) -> tuple[Tensor, Tensor] | None:

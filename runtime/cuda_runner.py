@@ -140,6 +140,7 @@ class CudaRunner:
                 self._device,
                 self.vocab_size,
                 filters=FlashInferFilters() if sampling == "flashinfer" else None,
+                num_rows=max(graph_rows, default=16),
             )
             self._eager = Staging(self._device, 1 << 16)
             group.meet()  # from here on, what one rank waits for is near
@@ -156,6 +157,7 @@ class CudaRunner:
         self.eager_steps = 0
         self._lost: DeviceLost | None = None
         if warm:
+            self.graphs.capture_shared()
             warm_up(self, max_positions=self._max_positions, progress=progress)
             self.eager_steps = self.graphs.num_replays = 0
 

@@ -139,7 +139,8 @@ def choices(batch: ForwardBatch, vocab_size: int) -> Iterator[SampleBatch]:
 
 
 def _batch(parts: Sequence[_Part], page_size: int) -> ForwardBatch:
-    """Sampled is the last row of each part. Pages of its own begin behind the shared ones."""
+    """Sampled is the last row of each part, of a prompt alone every row: scores of its tokens take
+    the head's tiles for many rows. Pages of a part's own begin behind the shared ones."""
     num_shared = max(part.shared for part in parts) // page_size
     next_page = num_shared
     positions, slots, pages, qo, kv, last = [], [], [], [0], [0], []
@@ -164,5 +165,7 @@ def _batch(parts: Sequence[_Part], page_size: int) -> ForwardBatch:
         kv_indptr=np.array(kv, np.int32),
         kv_page_ids=np.concatenate(pages).astype(np.int32),
         kv_last_page_len=np.array(last, np.int32),
-        sample_rows=np.array(qo[1:], np.int32) - np.int32(1),
+        sample_rows=np.arange(qo[-1], dtype=np.int32)
+        if len(parts) == 1
+        else np.array(qo[1:], np.int32) - np.int32(1),
     )

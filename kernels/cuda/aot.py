@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .add_rms_norm import add_rms_norm_kernel
+from .aot_further import further
 from .aot_quantised import quantised_variants
 from .bitmask import bitmask_kernel
 from .common import padded
@@ -43,6 +44,13 @@ _KV_CODES = tuple(  # name, the GPUs that read it so
 
 
 def variants() -> Iterator[Variant]:
+    """The whole table: main configurations, and what follows from them."""
+    main = list(_main_variants())
+    yield from main
+    yield from further(main)
+
+
+def _main_variants() -> Iterator[Variant]:
     for kind in ("bf16", "fp16", "fp32"):
         for head_dim in (64, 96, 128, 256) if kind != "fp32" else (64, 128):
             for group in (1, 3, 4, 8) if kind == "bf16" else (4,):
@@ -207,7 +215,8 @@ def _elementwise(kind: str) -> Iterator[Variant]:
             name=f"rope_write {kind}{' norm' if norm else ''}{f' kv {codes}' if codes else ''}",
             kernel=rope_write_kernel,
             types={
-                **dict.fromkeys(("qkv", "q_out", "q_norm", "k_norm"), pointer),
+                **dict.fromkeys(("qkv", "q_out"), pointer),
+                **dict.fromkeys(("q_norm", "k_norm"), pointer if norm else "*fp32"),
                 **dict.fromkeys(("keys", "values"), kv),
                 **dict.fromkeys(("key_scales", "value_scales"), "*fp32"),
                 **dict.fromkeys(("positions", "slots"), "*i32"),
@@ -254,7 +263,7 @@ def _linears(kind: str) -> Iterator[Variant]:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
     for capabilities in ((90,), (80, 89)):
         known = []
-        for rows in (1, 64, 2048):
+        for rows in (1, 64, 256, 2048):
             for columns in (4096, 32768):
                 tiles = tiles_of(rows, columns, dtype, capability=capabilities[0])
                 if tiles not in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -33,32 +34,59 @@ def quantised_variants() -> Iterator[Variant]:
                 for capability in (80, 89, 90):
                     # e4m3 is read as bits where there is no conversion
                     read = "*u8" if kind == "fp8" and capability < 89 else pointer
-                    yield _linear(activations, dtype, rows, kind, read, group, minimums, capability)
-    yield Variant(
-        name="encode rows bf16",
-        kernel=encode_rows_kernel,
-        types={
-            **{"x": "*bf16", "codes": "*u8", "scales": "*fp32"},
-            **dict.fromkeys(("depth", "x_stride"), "i32"),
-        },
-        constants={"BLOCK": 4096},
-        options={"num_warps": 8},
-        needs_wide_loads=True,
-        in_short_list=True,
-        capabilities=(89, 90),
-    )
-    yield Variant(
-        name="reduce parts bf16",
+                    whole = _linear(
+                        activations, dtype, rows, kind, read, group, minimums, capability
+                    )
+                    yield whole
+                    if activations == "bf16":
+                        yield from _otherwise(whole)
+    for depth in (1024, 2048, 4096, 8192):
+        yield Variant(
+            name=f"encode rows bf16{'' if depth == 4096 else f' {depth}'}",
+            kernel=encode_rows_kernel,
+            types={
+                **{"x": "*bf16", "codes": "*u8", "scales": "*fp32"},
+                **dict.fromkeys(("depth", "x_stride"), "i32"),
+            },
+            constants={"BLOCK": depth},
+            options={"num_warps": 8 if depth > 2048 else 4},
+            needs_wide_loads=True,
+            in_short_list=depth == 4096,
+            capabilities=(89, 90),
+        )
+    for has_scale in (False, True):
+        for has_bias in (True, False):
+            yield _reduce(has_scale=has_scale, has_bias=has_bias)
+
+
+def _otherwise(variant: Variant) -> Iterator[Variant]:
+    """A matrix of one part although rows are few; with a bias."""
+    alone = replace(variant, in_short_list=False)
+    if alone.constants["IN_PARTS"]:
+        alone = replace(
+            alone,
+            name=f"{alone.name} one part",
+            types={**alone.types, "out": alone.types["x"]},
+            constants={**alone.constants, "IN_PARTS": False},
+        )
+        yield alone
+    yield replace(alone, name=f"{alone.name} bias", constants={**alone.constants, "HAS_BIAS": True})
+
+
+def _reduce(*, has_scale: bool, has_bias: bool) -> Variant:
+    return Variant(
+        name=f"reduce parts bf16{' scale' if has_scale else ''}{'' if has_bias else ' plain'}",
         kernel=reduce_parts_kernel,
         types={
-            **{"parts": "*fp32", "scales": "*fp16", "bias": "*bf16", "out": "*bf16"},
+            **{"parts": "*fp32", "scales": "*fp32" if has_scale else "*fp16"},
+            **{"bias": "*bf16", "out": "*bf16"},
             **dict.fromkeys(("num_rows", "num_columns", "num_parts"), "i32"),
         },
-        constants={"HAS_SCALE": False, "HAS_BIAS": True, "BLOCK": 512},
+        constants={"HAS_SCALE": has_scale, "HAS_BIAS": has_bias, "BLOCK": 512},
         options={"enable_fp_fusion": False},
         scalars=("num_rows", "num_parts"),
         needs_wide_loads=True,
-        in_short_list=True,
+        in_short_list=has_bias and not has_scale,
     )
 
 
@@ -74,7 +102,7 @@ def _linear(
 ) -> Variant:
     is_fp8 = kind == "fp8"
     tiles = tiles_of(rows, dtype, group, is_fp8=is_fp8, capability=capability)
-    sizes = ("num_rows", "num_columns", "depth", "x_stride", "group_stride", "column_stride")
+    sizes = ("num_rows", "num_columns", "depth", "x_stride")
     in_parts = rows <= 64
     return Variant(
         name=f"quantised {kind}{'' if is_fp8 else f'/{group}'}{' min' if minimums else ''} "
@@ -84,7 +112,7 @@ def _linear(
             "x": f"*{activations}",
             "codes": pointer,
             "scales": "*fp32" if is_fp8 else "*fp16",
-            "minimums": "*fp16",
+            "minimums": "*fp32" if is_fp8 else "*fp16",
             "bias": f"*{activations}",
             "out": "*fp32" if in_parts else f"*{activations}",
             **dict.fromkeys((*sizes, "num_groups", "part_groups"), "i32"),

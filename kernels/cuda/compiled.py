@@ -51,6 +51,22 @@ class Report:
     problems: tuple[str, ...]
 
 
+def divisible_arguments(variant: Variant) -> list[str]:
+    """What triton takes to be multiples of 16: pointers and sizes, where it looks at them."""
+    looked_at = {
+        param.name
+        for param in variant.kernel.params
+        if not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+    }
+    return [
+        name
+        for name, kind in variant.types.items()
+        if name in looked_at
+        and name not in variant.scalars
+        and (kind.startswith("*") or kind == "i32")
+    ]
+
+
 def compile_variant(variant: Variant, capability: int) -> Report:
     return _report(variant, capability, build(variant, capability))
 
@@ -60,12 +76,9 @@ def build(variant: Variant, capability: int) -> Any:
     kernel = variant.kernel
     names = kernel.arg_names
     signature = {name: variant.types.get(name, "constexpr") for name in names}
-    aligned = [
-        name
-        for name, kind in variant.types.items()
-        if name not in variant.scalars and (kind.startswith("*") or kind == "i32")
-    ]
-    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    attrs = {
+        (names.index(name),): [["tt.divisibility", 16]] for name in divisible_arguments(variant)
+    }
     source = ASTSource(
         fn=kernel, signature=signature, constexprs=dict(variant.constants), attrs=attrs
     )

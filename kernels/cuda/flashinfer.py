@@ -129,6 +129,13 @@ class FlashInferAttention:
         return _kind(1)
 
     @property
+    def tiles_shared(self) -> tuple[Tiles, ...]:
+        """Of decode steps in which pages are shared."""
+        if not self._share:
+            return ()
+        return tuple(_kind(levels) for levels in range(2, MAX_SHARED_LEVELS + 2))
+
+    @property
     def array_names(self) -> tuple[str, ...]:
         """The arrays of a plan that graphs of decodes take."""
         return ("slots", "positions", "page_ids", "row_order", "row_places")

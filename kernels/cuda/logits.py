@@ -22,6 +22,8 @@ from .parameters import ParameterBuffer, Parameters
 MAX_ROWS = 1 << 16  # rows of one choice
 _TOP_ROWS = 32  # rows whose best ids are looked for at once
 _MAX_FRONTS = 64
+_ROW_WORDS = 64  # of a row's parameters in memory, with some room for edits
+_USUAL_TOP = 20  # the most logprobs that APIs let ask for
 _NO_IDS = np.empty(0, np.int32)
 _NO_VALUES = np.empty(0, np.float32)
 
@@ -44,14 +46,24 @@ class DeviceSampler:
     """
 
     def __init__(
-        self, device: Device, vocab_size: int, *, filters: FlashInferFilters | None = None
+        self,
+        device: Device,
+        vocab_size: int,
+        *,
+        filters: FlashInferFilters | None = None,
+        num_rows: int = 16,
     ) -> None:
+        """num_rows: what most steps sample at most; with more, buffers grow when they must."""
         self.device = device
         self._vocab_size = vocab_size
         self._filters = filters  # None: the sampler's own
         self._chosen = torch.zeros(2 * MAX_ROWS, dtype=torch.int32, device=device.torch_device)
-        self._parameters = ParameterBuffer(device)
-        self._results = [device.host_buffer(64) for _ in range(2)]  # of two steps in turn
+        self._parameters = ParameterBuffer(
+            device, num_words=num_rows * (_ROW_WORDS + -(-vocab_size // 32))
+        )
+        self._results = [  # of two steps in turn
+            device.host_buffer(num_rows * (2 + 2 * _USUAL_TOP)) for _ in range(2)
+        ]
         self._read = [device.event() for _ in range(2)]
         self._turn = 0
         self._fronts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of chosen and results

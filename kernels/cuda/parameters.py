@@ -58,8 +58,9 @@ class Parameters:
 class ParameterBuffer:
     """Where they are: those of one step at a time."""
 
-    def __init__(self, device: Device) -> None:
-        self._staging = Staging(device, 4096)
+    def __init__(self, device: Device, *, num_words: int = 4096) -> None:
+        """num_words: of memory at first; it grows when a step needs more."""
+        self._staging = Staging(device, num_words)
         self._batch: SampleBatch | None = None  # whose arrays the device has, to be continued
         self._layout: dict[str, Section] = {}
         self._newest: Parameters | None = None

@@ -64,7 +64,7 @@ def one_group(groups, index: tl.constexpr, GROUPS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "part_groups"])
 def quantised_linear_kernel(
     x, codes, scales, minimums, bias, out, num_rows, num_columns, depth,
-    x_stride, group_stride, column_stride, num_groups, part_groups,
+    x_stride, num_groups, part_groups,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_INT4: tl.constexpr,
     PER_GROUP: tl.constexpr, HAS_MINIMUM: tl.constexpr, HAS_BIAS: tl.constexpr,
     IN_PARTS: tl.constexpr, UPCAST: tl.constexpr, GROUPS: tl.constexpr,
@@ -83,6 +83,12 @@ def quantised_linear_kernel(
     ZERO: tl.constexpr = 0 if HAS_MINIMUM else 8
     narrow: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float16 else tl.bfloat16
     byte = tl.arange(0, WIDTH)
+    if PER_GROUP:  # products of constants: 16 bytes at a time are read only where that is known
+        column_stride = WIDTH
+        group_stride = num_columns * WIDTH
+    else:
+        column_stride = depth
+        group_stride = GROUP
     # scalars carry the 64 bits: tiles of pointers would take the registers
     x_tile = x + tl.program_id(1).to(tl.int64) * BLOCK_M * x_stride
     x_offset = tl.arange(0, BLOCK_M)[None, :] * x_stride + k[:, None]
@@ -227,7 +233,6 @@ def linear(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None = None) -> Te
     quantised_linear_kernel[grid](
         x, codes, weight.scales, weight.scales if weight.minimums is None else weight.minimums,
         added, parts, num_rows, num_columns, depth, x.stride(0),
-        group if is_fp8 else codes.stride(0), depth if is_fp8 else codes.stride(1),
         triton.cdiv(depth, group), part_groups,
         GROUP=group, IS_INT4=weight.kind == "int4", PER_GROUP=not is_fp8,
         HAS_MINIMUM=weight.minimums is not None, HAS_BIAS=bias is not None and not in_parts,

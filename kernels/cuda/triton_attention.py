@@ -193,6 +193,11 @@ class TritonAttention:
         return self._narrow
 
     @property
+    def tiles_shared(self) -> tuple[Tiles, ...]:
+        """Of decode steps in which pages are shared."""
+        return (self._wide,) if self._share else ()
+
+    @property
     def array_names(self) -> tuple[str, ...]:
         """The arrays of a plan that graphs of decodes take."""
         return _DECODE_ARRAYS

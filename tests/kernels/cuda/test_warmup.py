@@ -118,5 +118,5 @@ def test_choices_are_of_every_sort() -> None:
     batch = next(steps(whole, 512))
     found = list(choices(batch, 300))
     assert [params.masks is not None for params in found].count(True) == 1
-    assert found[0].positions.tolist() == [2]
+    assert found[0].positions.tolist() == [1, 2]
     assert any(any(params.rows) for params in found)
