@@ -23,7 +23,7 @@ from palmette.kernels.cuda.device import CudaDevice, Device, DeviceLost
 from palmette.kernels.cuda.feed import feed_tokens
 from palmette.kernels.cuda.flashinfer import FlashInferAttention
 from palmette.kernels.cuda.flashinfer_filters import FlashInferFilters
-from palmette.kernels.cuda.logits import MAX_ROWS, DeviceLogits, DeviceSampler, StepOutput
+from palmette.kernels.cuda.logits import DeviceLogits, DeviceSampler, StepOutput
 from palmette.kernels.cuda.staging import Staging, layout_of
 from palmette.kernels.cuda.streamed_pool import StreamedKVPool
 from palmette.kernels.cuda.triton_attention import AttentionPlan, TritonAttention
@@ -229,11 +229,13 @@ class CudaRunner:
                 raise ValueError(
                     f"a {name} is outside of 0..{end - 1}: {values.min()}..{values.max()}"
                 )
+        is_chosen_here = self._group.rank == 0
+        num_chosen = self._sampler.num_chosen if is_chosen_here else MAX_ROWS
         most = np.maximum.reduce(sources) if len(sources) else -1
-        if len(sources) != batch.num_tokens or most >= MAX_ROWS:
+        if len(sources) != batch.num_tokens or most >= num_chosen:
             raise ValueError(
-                f"sources: {len(sources)} up to {most} for {batch.num_tokens} "
-                f"tokens; one each, below {MAX_ROWS}"
+                f"sources: {len(sources)} up to {most} for {batch.num_tokens} tokens; "
+                f"one each, below the {num_chosen} rows of the newest choice"
             )
 
     def _launch_eager(

@@ -139,9 +139,7 @@ class _Executor(interpreter.GridExecutor):  # type: ignore[misc]
         for name, argument in arguments.items():
             handles[name].handle.argument = argument
         builder = interpreter.interpreter_builder
-        builder.launch = Launch(
-            self.fn.__name__, tuple(arguments.values()), options.get("num_warps", 4)
-        )
+        builder.launch = Launch(self.fn.__name__, options.get("num_warps", 4))
         try:
             self._run(builder, handles)
             builder.launch.finish()
@@ -201,6 +199,19 @@ def _call_helper(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self.rewrite()(*args, **kwargs)
 
 
+def _cached_by_name(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function, which makes a table at each call, asked once per type."""
+    known: dict[str, Any] = {}
+
+    def look_up(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = numpy_type(kind.scalar)
+        return known[name]
+
+    return look_up
+
+
 def install() -> None:
     """Check all launches of this process from here on."""
     builder = interpreter.interpreter_builder
@@ -214,4 +225,5 @@ def install() -> None:
     interpreter._patch_lang(source)
     interpreter._patch_lang = lambda _: _Patched()
     interpreter.GridExecutor = _Executor
+    interpreter._get_np_dtype = _cached_by_name(interpreter._get_np_dtype)
     interpreter.InterpretedFunction.__call__ = _call_helper

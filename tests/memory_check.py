@@ -87,7 +87,6 @@ class Launch:
     """num_warps: that run a program."""
 
     kernel: str
-    arguments: tuple[Argument, ...]
     num_warps: int
     _index: int = 0
     _time: int = 0
@@ -135,17 +134,10 @@ class Launch:
         if not on.size:
             return None
         if argument is None:
-            argument = self._by_address(verb, int(on[0]))
+            raise MemoryFault(f"{self._where(self._index)} {verb} where no tensor's pointer leads")
         self._check_bounds(verb, on, item_size, argument)
         self._time += 1
         return _Access(self._index, self._time, self._epoch, argument, on, lanes, flat.size)
-
-    def _by_address(self, verb: str, address: int) -> Argument:
-        """The argument of a pointer that was made from something else than one argument."""
-        for argument in self.arguments:
-            if argument.base <= address < argument.end:
-                return argument
-        raise MemoryFault(f"{self._where(self._index)} {verb} {address:#x}, in none of its tensors")
 
     def _check_bounds(
         self, verb: str, addresses: Addresses, item_size: int, argument: Argument

@@ -66,6 +66,7 @@ class DeviceSampler:
         ]
         self._read = [device.event() for _ in range(2)]
         self._turn = 0
+        self.num_chosen = 0  # rows of the newest choice
         self._fronts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of chosen and results
 
     @property
@@ -84,6 +85,7 @@ class DeviceSampler:
             raise ValueError(f"{num_rows} rows are sampled in one step; at most {MAX_ROWS}")
         batch = None if step.positions is None else step.batch
         given = self._parameters.upload(params, batch)
+        self.num_chosen = num_rows
         num_best = len(given.top_rows)
         width = min(int(given.num_top.max()), self._vocab_size) if num_best else 0
         out, host = self._front(2 * num_rows, more=2 * num_best * width)

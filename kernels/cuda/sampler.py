@@ -330,6 +330,10 @@ def sample(
     num_rows, vocab_size = raw.shape
     if out is None:
         out = torch.empty(2, num_rows, dtype=torch.int32, device=raw.device)
+    if out.shape != (2, num_rows):
+        raise ValueError(f"out: {tuple(out.shape)} is not (2, {num_rows})")
+    if masks is not None and (len(masks) != num_rows or masks.shape[1] * 32 < vocab_size):
+        raise ValueError(f"masks: {tuple(masks.shape)} does not cover {tuple(raw.shape)}")
     ids, logprobs = out[0], out[1].view(torch.float32)
     if num_rows:
         masks = has_masks.view(-1, 1) if masks is None else masks

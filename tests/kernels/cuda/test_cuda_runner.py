@@ -381,3 +381,22 @@ def test_steps_of_a_run_upload_what_is_new_and_give_the_same_bits(
     assert min(calls[0]) > 5 * 1024  # all arrays of 1024 items, and the page lists
     everything, parts, rows, other_rows = calls[1]
     assert rows == 14 < 4 * 1024 < parts < 5 * 1024 < min(everything, other_rows)
+
+
+def test_ids_are_fed_from_rows_that_were_chosen_only(
+    tiny_models: Any, runner_of: Any, model_driver: Any
+) -> None:
+    runner, _ = runner_of(tiny_models.directory("llama"), graph_rows=(2,))
+    driver = model_driver(runner)
+    handle = runner.launch(driver.batch({"a": PROMPT[:3], "b": PROMPT[:2]}))
+    rows = np.array([2, 4], np.int32)
+    params = plain_params(5, temperature=0.0)
+    batch = driver.batch({"a": [0], "b": [0]})
+    with pytest.raises(ValueError, match="sources: 2 up to 2 for 2 tokens; one each, below the 0"):
+        runner.launch_ahead(batch, rows[:1].repeat(2))
+    chosen = handle.sample(params).token_ids
+    with pytest.raises(ValueError, match="sources: 2 up to 5 for 2 tokens; one each, below the 5"):
+        runner.launch_ahead(batch, rows + 1)
+    found = logits_of(runner.launch_ahead(batch, rows))
+    batch.token_ids[:] = chosen[rows]
+    np.testing.assert_array_equal(found, logits_of(runner.launch(batch)))

@@ -67,6 +67,12 @@ def bits_kernel(x, out):
     tl.store(out, tl.load(wide))
 
 
+@triton.jit
+def address_kernel(x, out):
+    pointer = x.to(tl.int64).to(tl.pointer_type(tl.float32))
+    tl.store(out, tl.load(pointer))
+
+
 def numbers(size: int) -> torch.Tensor:
     return torch.arange(size, dtype=torch.float32)
 
@@ -187,3 +193,8 @@ def test_lanes_that_are_off_hold_nothing_to_rely_on() -> None:
     out = torch.zeros(1, 16)
     row_kernel[(1,)](numbers(16).view(1, 16)[:, :9], out, 16, 9, BLOCK=16)
     assert torch.equal(out[0, :9], numbers(9)) and out[0, 9:].isnan().all()
+
+
+def test_a_pointer_from_nowhere_is_a_fault() -> None:
+    with pytest.raises(MemoryFault, match=r"program \(0, 0, 0\) loads where no tensor's pointer"):
+        address_kernel[(1,)](numbers(1), torch.zeros(1))

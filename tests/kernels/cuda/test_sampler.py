@@ -169,3 +169,11 @@ def test_an_edit_beyond_float32_stays_a_number() -> None:
     real = [torch.full((3,), value) for value in (2.0**-10, 0.0, 0.0)]
     sampler.apply_edits(logits, torch.zeros_like(ids), ids, *real)
     assert logits.tolist() == [[torch.finfo(torch.float32).max, 1024.0, -(2.0**-10)]]
+
+
+def test_masks_and_results_of_another_shape_are_refused() -> None:
+    logits, params = logits_of(2, 70), batch_of(2, masks=np.full((2, 2), -1, np.int32))
+    with pytest.raises(ValueError, match=r"masks: \(2, 2\) does not cover \(2, 70\)"):
+        device_sample(logits, params)
+    with pytest.raises(ValueError, match=r"masks: \(1, 3\) does not cover \(2, 70\)"):
+        device_sample(logits, batch_of(2, masks=np.full((1, 3), -1, np.int32)))
