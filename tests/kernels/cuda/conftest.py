@@ -15,7 +15,8 @@ import pytest
 import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
-if find_spec("triton") is not None:
+HAS_TRITON = find_spec("triton") is not None
+if HAS_TRITON:
     import checked_interpreter
 
     checked_interpreter.install()
@@ -24,12 +25,22 @@ if find_spec("triton") is not None:
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nobody may read what `torch.empty` gives, or what lies behind an array in its section of
-    the staging memory, which an earlier step may have left there: NaN, or the largest integer."""
+    uploaded memory, which an earlier step may have left there: NaN, or the largest integer."""
+    if HAS_TRITON:
+        _poison_sections(monkeypatch)
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _poison_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     from palmette.kernels.cuda.staging import Staging
+    from palmette.runtime.cuda_inputs import _ROW_ARRAYS, GraphInputs
 
-    upload = Staging.upload
+    upload, put = Staging.upload, GraphInputs._put
 
-    def upload_whole_sections(staging: Staging, arrays: Any, layout: Any) -> None:
+    def upload_whole_sections(staging: Any, arrays: Any, layout: Any) -> None:
         whole = {}
         for name, array in arrays.items():
             size = layout[name].num_words * 4 // array.dtype.itemsize
@@ -38,11 +49,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             whole[name][: array.size] = array.reshape(-1)
         upload(staging, whole, layout)
 
+    def put_and_poison(inputs: Any, names: Any, rows: int, given: Any) -> int:
+        end = put(inputs, names, rows, given)
+        for name in set(names) - {"num_items", *_ROW_ARRAYS}:
+            inputs._parts[rows][name][len(given[name]) :] = np.iinfo(np.int32).max
+        return end
+
     monkeypatch.setattr(Staging, "upload", upload_whole_sections)
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(GraphInputs, "_put", put_and_poison)
 
 
 @pytest.fixture(scope="session")
