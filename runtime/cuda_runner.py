@@ -23,7 +23,7 @@ from palmette.kernels.cuda.device import CudaDevice, Device, DeviceLost
 from palmette.kernels.cuda.feed import feed_tokens
 from palmette.kernels.cuda.flashinfer import FlashInferAttention
 from palmette.kernels.cuda.flashinfer_filters import FlashInferFilters
-from palmette.kernels.cuda.logits import DeviceLogits, DeviceSampler, StepOutput
+from palmette.kernels.cuda.logits import MAX_ROWS, DeviceLogits, DeviceSampler, StepOutput
 from palmette.kernels.cuda.staging import Staging, layout_of
 from palmette.kernels.cuda.streamed_pool import StreamedKVPool
 from palmette.kernels.cuda.triton_attention import AttentionPlan, TritonAttention
