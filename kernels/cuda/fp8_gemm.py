@@ -18,6 +18,7 @@ from .quantised import QuantisedMatrix
 
 _MULTIPLE = 16  # of both sides of the matrix, as the library wants
 _LARGEST_BLOCK = 16384
+_TILE = 256  # rows whose scales a kernel of the library reads at once, also behind the last one
 
 
 @triton.jit
@@ -35,7 +36,8 @@ def encode_rows_kernel(x, codes, scales, depth, x_stride, BLOCK: tl.constexpr):
 def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """[T, K] -> codes [T, K] float8_e4m3fn, scales [T, 1] float32."""
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    room = -(-len(x) // _TILE) * _TILE  # pytorch/pytorch#133334
+    scales = torch.empty(room, 1, dtype=torch.float32, device=x.device)[: len(x)]
     if len(x):
         encode_rows_kernel[(len(x),)](
             x, codes, scales, x.shape[1], x.stride(0), BLOCK=padded(x.shape[1]),

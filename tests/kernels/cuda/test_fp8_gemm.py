@@ -23,6 +23,7 @@ def test_rows_are_encoded_as_torch_encodes_them() -> None:
     expected = encode(x[:, :144], torch.float8_e4m3fn)
     assert torch.equal(codes.float(), expected[0].float())
     assert torch.equal(scales[:, 0], expected[1])
+    assert scales.is_contiguous() and scales.untyped_storage().nbytes() == 4 * 256
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
