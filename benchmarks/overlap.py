@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from dataclasses import dataclass
 from time import thread_time
 from typing import Any
 
@@ -41,14 +42,27 @@ GRAMMARS = (
         }
     ),
 )
-# Requests a second, the share of them under a grammar, and with logprobs; the policy of the queue.
-LOADS: dict[str, tuple[float, float, float, str]] = {
-    "steady": (40.0, 0.0, 0.0, "priority"),
-    "steady, grammars": (40.0, 0.5, 0.0, "priority"),
-    "steady, logprobs": (40.0, 0.3, 0.3, "priority"),
-    "more than fits": (120.0, 0.2, 0.1, "priority"),
-    "more than fits, fair": (120.0, 0.2, 0.1, "fair"),
-    "few": (8.0, 0.2, 0.1, "priority"),
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    rate: float  # requests a second
+    grammars: float = 0.0  # share of them
+    logprobs: float = 0.0
+    deadlines: float = 0.0  # of 2 seconds
+    policy: str = "priority"
+    num_pages: int = 4096
+
+
+LOADS = {
+    "steady": Load(rate=40),
+    "steady, grammars": Load(rate=40, grammars=0.5),
+    "steady, logprobs": Load(rate=40, grammars=0.3, logprobs=0.3),
+    "more than fits": Load(rate=120, grammars=0.2, logprobs=0.1),
+    "more than fits, fair": Load(rate=120, grammars=0.2, logprobs=0.1, policy="fair"),
+    "more than fits, deadlines": Load(rate=80, grammars=0.2, deadlines=0.3),
+    "few pages": Load(rate=80, grammars=0.2, num_pages=400),
+    "few": Load(rate=8, grammars=0.2, logprobs=0.1),
 }
 
 
@@ -133,22 +147,21 @@ class Step:
         return self._value
 
 
-def arrivals(
-    seconds: float, *, rate: float, grammars: float, logprobs: float, seed: int
-) -> list[tuple[float, Request]]:
+def arrivals(seconds: float, load: Load, seed: int) -> list[tuple[float, Request]]:
     """Prompts of 20 to 800 tokens, a third of them with one of five prefixes; answers to 200."""
     rng = random.Random(seed)
     stems = [tuple(rng.randrange(256) for _ in range(160)) for _ in range(5)]
     found, now = [], 0.0
-    while (now := now + rng.expovariate(rate)) < seconds:
+    while (now := now + rng.expovariate(load.rate)) < seconds:
         length = min(800, max(20, int(rng.lognormvariate(4.8, 0.8))))
         stem = rng.choice(stems) if rng.random() < 0.33 else ()
         request = Request(
             request_id=f"r{len(found)}",
             prompt_ids=(*stem, *(rng.randrange(256) for _ in range(length))),
             sampling=SamplingParams(max_new_tokens=rng.randint(10, 200)),
-            grammar=rng.choice(GRAMMARS) if rng.random() < grammars else None,
-            logprobs=LogprobOptions(output=rng.random() < logprobs),
+            grammar=rng.choice(GRAMMARS) if rng.random() < load.grammars else None,
+            logprobs=LogprobOptions(output=rng.random() < load.logprobs),
+            deadline_s=2.0 if rng.random() < load.deadlines else None,
             tenant=f"{rng.randrange(4)}",
         )
         found.append((now, request))
@@ -156,19 +169,21 @@ def arrivals(
 
 
 def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    rate, grammars, logprobs, policy = LOADS[name]
+    load = LOADS[name]
     compiler = GrammarCompiler(ByteTokenizer().vocabulary(300), select_backend())
     for spec in GRAMMARS:
         compiler.get(spec)
-    device = SimulatedDevice(device_s=args.device_ms / 1e3, seed=args.seed, num_pages=4096)
+    device = SimulatedDevice(
+        device_s=args.device_ms / 1e3, seed=args.seed, num_pages=load.num_pages
+    )
     engine = fake_engine(
         runner=device,
         grammars=compiler,
-        scheduler=SchedulerConfig(policy=policy),
+        scheduler=SchedulerConfig(policy=load.policy),
         limits=Limits(max_waiting=20_000),
         clock=device.clock,
     )
-    trace = arrivals(args.seconds, rate=rate, grammars=grammars, logprobs=logprobs, seed=args.seed)
+    trace = arrivals(args.seconds, load, args.seed)
     host_s = run(engine, device, trace[::-1])
     stats = engine.stats()
     engine.close()
@@ -180,6 +195,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
         "host_ms": round(host_s / stats.steps * 1e3, 2),
         "dropped_rows": round(stats.dropped_rows / stats.forward_tokens, 3),
         "tokens_per_s": round(stats.generated_tokens / spent),
+        "preemptions": stats.preemptions,
         "queue_ms": round(stats.queue_s / stats.admissions * 1e3, 1),
     }
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from palmette.kernels.batch import Int32Array
-from palmette.radix_cache.tree import Lease
 
 from .plan import StepPlan
 from .scheduler import Scheduler
@@ -25,19 +24,18 @@ from .sequence import SequenceState, Status
 @dataclass(frozen=True, slots=True)
 class Lead:
     plan: StepPlan  # as it is launched
-    leases: list[Lease | None]  # of its decodes
     ends: list[int]  # tokens of each decode once it can be committed
     sources: Int32Array  # [T] which row that the plan before samples chooses a row's token, or -1
 
     def still_going(self) -> StepPlan:
-        """The rows that are as it was foreseen, now that the step before is committed."""
-        rows = zip(self.plan.decodes, self.leases, self.ends, strict=True)
+        """The rows that are as it was foreseen, now that the step before is committed.
+
+        Nobody is admitted meanwhile, so who still runs has run all the time.
+        """
         decodes = [
             sequence
-            for sequence, lease, end in rows
-            if sequence.status is Status.DECODE
-            and sequence.num_tokens == end
-            and sequence.lease is lease
+            for sequence, end in zip(self.plan.decodes, self.ends, strict=True)
+            if sequence.num_tokens == end and sequence.status is Status.DECODE
         ]
         chunks = [c for c in self.plan.chunks if c.sequence.status is Status.PREFILL]
         return StepPlan(decodes=decodes, chunks=chunks)
@@ -61,7 +59,6 @@ def lead_of(
         sources[: len(plan.decodes)] = [places[sequence.arrival] for sequence in plan.decodes]
     return Lead(
         plan=plan,
-        leases=[sequence.lease for sequence in plan.decodes],
         ends=[sequence.num_tokens + 1 for sequence in plan.decodes],
         sources=sources,
     )
@@ -77,23 +74,25 @@ def _plan_after(
 ) -> StepPlan | None:
     """The plan, as `Scheduler.plan` makes it with what is known now; None: it needs the tokens."""
     plan = StepPlan(in_flight={chunk.sequence.arrival: chunk for chunk in flight.chunks})
-    going = [sequence for sequence in scheduler.running if sequence.arrival not in leaving]
-    decodes = [s for s in going if s.status is Status.DECODE or s.arrival in sampled]
-    if not scheduler.begin_ahead(len(decodes), now=now):
+    running = list(scheduler.running)
+    if not scheduler.begin_ahead(running, sampled, now=now):
         return None
     prefills: list[SequenceState] = []
-    for sequence in going:
-        is_sampled = sequence.arrival in sampled
+    for sequence in running:
+        arrival = sequence.arrival
+        if arrival in leaving:
+            continue
+        is_sampled = arrival in sampled
         if is_sampled:
-            is_over = len(sequence.generated) + 1 >= sequence.max_generated
+            if len(sequence.generated) + 1 >= sequence.max_generated:
+                continue  # this token is its last
+            if sequence.num_tokens < sequence.steady_end:  # there is room in its last page
+                plan.decodes.append(sequence)
+                continue
         else:
-            chunk = plan.in_flight.get(sequence.arrival)
-            is_over = chunk is not None and chunk.end == sequence.num_tokens
-        if is_over:
-            continue
-        if is_sampled and sequence.num_tokens < sequence.steady_end:  # the usual case: it has them
-            plan.decodes.append(sequence)
-            continue
+            chunk = plan.in_flight.get(arrival)
+            if chunk is not None and chunk.end == sequence.num_tokens:
+                continue  # nothing of it is left
         try:
             has_pages = (scheduler.reserve if is_sampled else scheduler.resume)(sequence)
         except Exception as error:  # fault boundary: one sequence

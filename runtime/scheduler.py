@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from operator import attrgetter
 
@@ -186,26 +186,35 @@ class Scheduler:
         self.budget.note(plan)
         return plan
 
-    def begin_ahead(self, num_decodes: int, *, now: float) -> bool:
-        """Whether the step after one that is not committed may be planned, with so many decodes.
+    def begin_ahead(
+        self, running: Sequence[SequenceState], sampled: Container[int], *, now: float
+    ) -> bool:
+        """Whether the step after one that is not committed may be planned.
 
-        False: somebody has to be preempted, or they take turns. Until `join`, nothing of whoever
-        has a row in flight is changed. What follows for each of its rows, in order: `reserve` or
-        `resume`; then `plan_prompts`.
+        sampled: arrivals of those of `running` for whom that step chooses a token. False: somebody
+        has to be preempted, or those that decode take turns. Until `join`, nothing of whoever has
+        a row in flight is changed. What follows for each row is `reserve`, for who decodes and was
+        sampled, or `resume`; then `plan_prompts`.
         """
         self._now = now
-        return num_decodes <= self._config.step_tokens and self._make_way(may_preempt=False)
+        most = self._config.step_tokens
+        if len(running) > most:
+            rows = [s.status is Status.DECODE or s.arrival in sampled for s in running]
+            if sum(rows) > most:
+                return False
+        return self._make_way(may_preempt=False)
 
     def reserve(self, sequence: SequenceState) -> bool:
         """A page for a token that is not known yet; False when there is none to be had."""
         lease, num_tokens = sequence.lease, sequence.num_tokens + 1
         assert lease is not None
-        if num_tokens > max(sequence.steady_end, len(lease.page_ids) * self._tree.page_size):
+        if num_tokens > len(lease.page_ids) * self._tree.page_size:
             try:
                 pages = self._tree.reserve(lease, num_tokens)
             except PagesExhausted:
                 return False
-            self._table.page_table[sequence.row, : len(pages)] = pages
+            known = len(lease.page_ids)
+            self._table.page_table[sequence.row, known : len(pages)] = pages[known:]
         return True
 
     def resume(self, sequence: SequenceState) -> bool:
