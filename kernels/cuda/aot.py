@@ -27,7 +27,7 @@ from .common import padded
 from .compiled import Report, Variant, compile_variant
 from .feed import feed_kernel, uniforms_kernel
 from .gemm import linear_kernel, tiles_of
-from .paged_decode import paged_decode_kernel, reduce_kernel
+from .paged_decode import REDUCED_TOGETHER, paged_decode_kernel, reduce_kernel
 from .paged_extend import paged_extend_kernel
 from .rope_write import rope_write_kernel
 from .sampler import MAX_BLOCK, NUM_WARPS, edit_kernel, sample_kernel
@@ -86,7 +86,10 @@ def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
                 "out": _POINTER_KINDS[kind],
                 **dict.fromkeys(("rows", "first_parts", "num_parts"), "*i32"),
             },
-            constants={"NUM_HEADS": 4 * group, "HEAD_DIM": head_dim, "DIM_PAD": padded(head_dim)},
+            constants={
+                **{"NUM_HEADS": 4 * group, "HEAD_DIM": head_dim, "DIM_PAD": padded(head_dim)},
+                "PARTS": REDUCED_TOGETHER,
+            },
             options={"num_warps": 1, "enable_fp_fusion": False},
             in_short_list=is_main,
         )

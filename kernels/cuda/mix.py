@@ -1,10 +1,10 @@
 """What bounds the hottest loop of a kernel, read from its machine code: a prediction.
 
-`python -m palmette.kernels.cuda.mix [--only PART] [--json]` compiles the kernels of a decode step
-and of a prefill for sm_90, finds the loop that streams, counts its instructions by the unit that
-executes them, and prints the clocks that each unit needs beside those of the memory for what an
-iteration reads. Nothing is run: latencies that are not hidden, bank conflicts and the ends of a
-launch are not in it. Rates are those of an H200 (CUDA programming guide, throughput of
+`python -m palmette.kernels.cuda.mix [--only PART] [--json] [--table]` compiles the kernels of a
+decode step and of a prefill for sm_90, finds the loop that streams, counts its instructions by the
+unit that executes them, and prints the clocks that each unit needs beside those of the memory for
+what an iteration reads. Nothing is run: latencies that are not hidden, bank conflicts and the ends
+of a launch are not in it. Rates are those of an H200 (CUDA programming guide, throughput of
 arithmetic instructions of compute capability 9.0; Hopper's data sheet).
 """
 
@@ -113,7 +113,7 @@ def mix(variant: Variant) -> Mix:
     macs = sum(_macs(_name(text)) for text in body) * warps
     clocks["tensor"] = macs / _MACS
     clocks["shared"] = sum(_shared_bytes(_name(text)) for text in body) * 32 * warps / _SHARED_BYTES
-    copied = sum(_copied_bytes(_name(text)) for text in body) * 32 * warps
+    copied = sum(_copied_bytes(_name(text)) for text in body) * 32 * warps - _masked(variant)
     streamed = _streamed(variant, copied)
     clocks["memory"] = streamed / MEMORY
     clocks["cache"] = copied / CACHE
@@ -153,7 +153,9 @@ def hottest_loop(code: Sequence[tuple[int, str]]) -> tuple[list[str], int]:
         if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
     ]
     bodies = [[(at, text) for at, text in code if first <= at <= last] for first, last in inner]
-    body = max(bodies, key=_weight, default=list(code))
+    if not bodies:
+        return [text for _, text in code], 0
+    body = max(bodies, key=_weight)
     last = body[-1][0]
     jumps = [(at, to) for at, to in branches if body[0][0] <= at < to <= last]
     kept = [text for at, text in body if not any(start < at < stop for start, stop in jumps)]
@@ -209,6 +211,14 @@ def _buffers(ttgir: str) -> int:
     return total
 
 
+def _masked(variant: Variant) -> int:
+    """Bytes of rows of x that a product with few rows does not read."""
+    of: dict[str, Any] = dict(variant.constants)
+    rows = re.search(r"(\d+) rows", variant.name)
+    depth = of.get("BLOCK_K", of.get("GROUP", 0) * of.get("GROUPS", 1))
+    return max(0, of["BLOCK_M"] - int(rows[1])) * depth * 2 if rows else 0
+
+
 def _streamed(variant: Variant, copied: int) -> int:
     """What comes from memory once: K and V, weights; the rest is another program's, too."""
     of: dict[str, Any] = dict(variant.constants)
@@ -238,10 +248,26 @@ def line(found: Mix) -> str:
     )
 
 
+def row(found: Mix) -> str:
+    """A row of the table in docs/performance.md."""
+    clocks = {name: round(count) for name, count in found.clocks.items()}
+    other = max(
+        (name for name in clocks if name not in ("memory", "tensor", "cache")),
+        key=lambda name: clocks[name],
+    )
+    flying = f"{found.buffers / 1024:.0f} KB" if found.buffers else ""
+    return (
+        f"| {found.name} | {found.registers} | {found.programs} | {flying} | {clocks['memory']} | "
+        f"{clocks['tensor']} | {clocks['cache']} | {clocks[other]} {other} | {found.bound} | "
+        f"{found.share:.0%} |"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of a variant's name")
     parser.add_argument("--json", action="store_true", help="one object per line")
+    parser.add_argument("--table", action="store_true", help="rows in Markdown")
     options = parser.parse_args()
     chosen = {
         variant.name: variant
@@ -254,7 +280,8 @@ def main() -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = mix(variant)
-        print(json.dumps(asdict(found)) if options.json else line(found), flush=True)
+        text = json.dumps(asdict(found)) if options.json else line(found)
+        print(row(found) if options.table else text, flush=True)
     return 0
 
 

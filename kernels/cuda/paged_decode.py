@@ -13,6 +13,8 @@ import triton.language as tl
 from .codes import column_order, factor_order
 from .softmax import attend_tile, merge
 
+REDUCED_TOGETHER = 4  # parts of a row
+
 
 @triton.jit
 def paged_decode_kernel(
@@ -73,9 +75,12 @@ def paged_decode_kernel(
 @triton.jit
 def reduce_kernel(
     part_acc, part_peak, part_total, out, rows, first_parts, num_parts,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (decode row, head): folds the parts first_parts[i] .. + num_parts[i] in order."""
+    """Programs (decode row, head): folds the parts first_parts[i] .. + num_parts[i] in order.
+
+    PARTS at a time are asked for before the first is folded; one that is not there changes no bit.
+    """
     index = tl.program_id(0)
     head = tl.program_id(1)
     dim = tl.arange(0, DIM_PAD)
@@ -85,12 +90,19 @@ def reduce_kernel(
     total = tl.zeros((1,), tl.float32)
     one = tl.arange(0, 1)
     first = tl.load(first_parts + index).to(tl.int64)
-    for part in range(0, tl.load(num_parts + index)):
-        at = (first + part) * NUM_HEADS + head
-        other = tl.load(part_acc + at * HEAD_DIM + dim, mask=inside, other=0.0)[None, :]
-        acc, peak, total = merge(
-            acc, peak, total, other, tl.load(part_peak + at + one), tl.load(part_total + at + one)
-        )
+    count = tl.load(num_parts + index)
+    for start in range(0, count, PARTS):
+        for place in tl.static_range(PARTS):
+            part = start + place
+            at = (first + part) * NUM_HEADS + head
+            there = one < count - part
+            known = dim < tl.where(part < count, HEAD_DIM, 0)
+            other = tl.load(part_acc + at * HEAD_DIM + dim, mask=known, other=0.0)
+            acc, peak, total = merge(
+                acc, peak, total, other[None, :],
+                tl.load(part_peak + at + one, mask=there, other=float("-inf")),
+                tl.load(part_total + at + one, mask=there, other=1.0),  # times 0
+            )  # fmt: skip
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     row = tl.load(rows + index).to(tl.int64)
     target = out + (row * NUM_HEADS + head) * HEAD_DIM + dim[None, :]

@@ -18,9 +18,9 @@ from palmette.kernels.reference import check_batch
 from .codes import readable
 from .common import INTERPRETED, LOG2E, capability_of, padded
 from .kept_work import KeptWork
-from .paged_decode import paged_decode_kernel, reduce_kernel
+from .paged_decode import REDUCED_TOGETHER, paged_decode_kernel, reduce_kernel
 from .paged_extend import paged_extend_kernel
-from .work import SPLIT, decode_work, extend_work
+from .work import SPLIT, decode_work, extend_work, in_parts
 
 HEAD_DIMS = range(16, 257)
 MIN_BLOCK_M = 16  # rows of the smallest matrix instruction
@@ -220,10 +220,14 @@ class TritonAttention:
         if batch.run[0]:
             self._kept = self._keep(batch, share_rows)
             return self._kept
-        decode = decode_work(batch, page_size=page_size, window=self._window, share_rows=share_rows)
-        extend = extend_work(
-            batch, tile_tokens=self._extending.block_m // self._group_pad, window=self._window
+        tile_tokens, window = self._extending.block_m // self._group_pad, self._window
+        cut = None
+        if share_rows > 1 and window is None:
+            cut = in_parts(batch, tile_tokens=tile_tokens, num_kv_heads=self._num_kv_heads)
+        decode = decode_work(
+            batch, page_size=page_size, window=window, share_rows=share_rows, cut=cut
         )
+        extend = extend_work(batch, tile_tokens=tile_tokens, window=window, cut=cut)
         return AttentionPlan(
             num_decodes=len(decode.rows),
             num_parts=decode.total_parts,
@@ -356,6 +360,7 @@ class TritonAttention:
         reduce_kernel[(plan.num_decodes, self._num_heads)](
             acc, peak, total, out, views["decode_rows"], views["first_parts"], views["num_parts"],
             NUM_HEADS=self._num_heads, HEAD_DIM=self._head_dim, DIM_PAD=padded(self._head_dim),
+            PARTS=REDUCED_TOGETHER,
             num_warps=1, enable_fp_fusion=not self._deterministic,
         )  # fmt: skip
 

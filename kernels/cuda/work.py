@@ -1,6 +1,8 @@
 """The work of one attention step as flat arrays, made on the host from a `ForwardBatch`.
 
-Rows that are alone in their sequence decode; longer runs of rows extend.
+Rows that are alone in their sequence decode; longer runs of rows extend. A few new rows behind a
+long context would be a program or two for each kv head that walk over all of it: those decode,
+too, a part of the context each (`in_parts`).
 
 Legend: T rows of the step, B decode rows, I items, N tiles.
 """
@@ -14,6 +16,10 @@ from numpy.typing import NDArray
 
 from palmette.kernels.batch import ForwardBatch, Int32Array
 
+_FEW_ROWS = 64  # of a sequence, for which an extend has too few programs
+_LONG_PARTS = 8  # of a context that is worth cutting
+_MOST_PARTS = 4096  # of all rows that are cut: 64 MB of 4096 values each
+_PROGRAMS = 66  # of an extend that has enough: half of an H200's processors
 SPLIT = 256  # keys per part of a decode; a multiple of every page size and tile
 
 
@@ -65,17 +71,18 @@ def decode_work(
     window: int | None,
     share_rows: int,
     spare_parts: int = 0,
+    cut: NDArray[np.bool_] | None = None,
 ) -> DecodeWork:
-    """Work of the rows that are alone in their sequence.
+    """Work of the rows that are alone in their sequence, and of all rows of the `cut` sequences.
 
     share_rows: how many rows one item may serve; 1 reads a shared page once per row. spare_parts:
     places for more parts behind those of each row.
     """
     lengths = np.diff(batch.qo_indptr)
-    alone = np.flatnonzero(lengths == 1)
-    rows = batch.qo_indptr[alone]
+    chosen = lengths == 1 if cut is None else (lengths == 1) | cut
+    rows = np.flatnonzero(np.repeat(chosen, lengths))
     positions = batch.positions[rows]
-    pages = batch.kv_indptr[alone]
+    pages = np.repeat(batch.kv_indptr[:-1][chosen], lengths[chosen])
     first_split = _first_split(positions, window)
     num_parts = positions // SPLIT + 1 - first_split
     first_items = np.cumsum(num_parts) - num_parts  # if none had more than one row
@@ -169,12 +176,34 @@ def _equal_runs(
     return order, begins, np.diff(np.append(begins, len(order)))
 
 
-def extend_work(
-    batch: ForwardBatch, *, tile_tokens: int, window: int | None, with_single: bool = False
-) -> ExtendWork:
-    """Tiles of the sequences with several rows; with_single: of those with one row, too."""
+def in_parts(
+    batch: ForwardBatch, *, tile_tokens: int, num_kv_heads: int
+) -> NDArray[np.bool_] | None:
+    """Which sequences of several rows had better decode; None: none. Without a window only."""
     lengths = np.diff(batch.qo_indptr)
-    chosen = np.flatnonzero(lengths > (0 if with_single else 1))
+    several = lengths > 1
+    if int((-(-lengths[several] // tile_tokens)).sum()) * num_kv_heads >= _PROGRAMS:
+        return None
+    last = batch.positions[np.maximum(batch.qo_indptr[1:] - 1, 0)]
+    parts = lengths * (last // SPLIT + 1)
+    cut = several & (lengths <= _FEW_ROWS) & (last >= _LONG_PARTS * SPLIT)
+    cut &= np.cumsum(np.where(cut, parts, 0)) <= _MOST_PARTS
+    return cut if cut.any() else None
+
+
+def extend_work(
+    batch: ForwardBatch,
+    *,
+    tile_tokens: int,
+    window: int | None,
+    with_single: bool = False,
+    cut: NDArray[np.bool_] | None = None,
+) -> ExtendWork:
+    """Tiles of the sequences with several rows, but the `cut` ones; with_single: of those with one
+    row, too."""
+    lengths = np.diff(batch.qo_indptr)
+    wanted = lengths > (0 if with_single else 1)
+    chosen = np.flatnonzero(wanted if cut is None else wanted & ~cut)
     num_tiles = -(-lengths[chosen] // tile_tokens)
     owner = np.repeat(chosen, num_tiles)
     index = np.arange(len(owner)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)

@@ -195,6 +195,22 @@ def test_bits_do_not_depend_on_batch_chunks_or_pages() -> None:
     assert torch.equal(run(32, [200, 81], ((1, 0), (3, 20))), alone)
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_few_rows_in_parts_are_those_of_an_extend(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context cut for a few new rows: the reference's results, and bit by bit an extend's."""
+    case = Case(sequences=((5, 510), (1, 300), (3, 40)))
+    uncut = outputs(case, deterministic=deterministic)[1]
+    monkeypatch.setattr(work, "_LONG_PARTS", 2)
+    expected, found = outputs(case, deterministic=deterministic)
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[case.dtype])
+    assert torch.equal(found, uncut) or not deterministic
+    attention = TritonAttention(poisoned_pool(case), num_heads=case.heads)
+    plan = attention.prepare(make_batch(case))
+    assert (plan.num_decodes, plan.num_tiles) == (6, 1)
+
+
 def test_plan_refuses_what_it_cannot_compute() -> None:
     pool = poisoned_pool(Case())
     with pytest.raises(ValueError, match="share"):

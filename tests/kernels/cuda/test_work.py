@@ -8,7 +8,7 @@ from attention_cases import Case, Sequence_, make_batch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from palmette.kernels.cuda.work import SPLIT, decode_work, extend_work
+from palmette.kernels.cuda.work import SPLIT, decode_work, extend_work, in_parts
 
 TREE = Case(
     sequences=(
@@ -86,3 +86,22 @@ def test_tiles_cover_the_rows_of_longer_runs() -> None:
     assert work.ends.tolist() == sorted(work.ends.tolist(), reverse=True)
     by_row = dict(zip(work.rows.tolist(), zip(work.starts, work.ends, strict=True), strict=True))
     assert by_row[1] == (0, 26) and by_row[33] == (0, 43) and by_row[50] == (256, 702)
+
+
+def test_a_few_rows_behind_a_long_context_decode_in_parts() -> None:
+    """All their rows, those of one part together as far as its keys are seen by all of them."""
+    case = Case(sequences=((6, 2300), (1, 40), (7, 100), (65, 2100), (0, 2200), (3, 2045)))
+    batch = make_batch(case)
+    cut = in_parts(batch, tile_tokens=32, num_kv_heads=8)
+    assert cut is not None and cut.tolist() == [True, False, False, False, False, False]
+    work = decode_work(batch, page_size=16, window=None, share_rows=16, cut=cut)
+    assert work.rows.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert work.num_parts.tolist() == [9, 9, 9, 9, 10, 10, 1]  # position 2303 is a part's last
+    assert sorted(work.item_count.tolist()) == [1] * 7 + [2] + [6] * 8
+    assert work.total_parts == 57 and work.num_shared == 9
+    extend = extend_work(batch, tile_tokens=32, window=None, cut=cut)
+    assert sorted(zip(extend.rows.tolist(), extend.tokens.tolist(), strict=True)) == [
+        (7, 7), (14, 32), (46, 32), (78, 1), (79, 3),
+    ]  # fmt: skip
+    assert in_parts(batch, tile_tokens=32, num_kv_heads=16) is None  # programs enough
+    assert in_parts(make_batch(TREE), tile_tokens=32, num_kv_heads=8) is None
