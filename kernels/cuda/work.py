@@ -182,7 +182,8 @@ def in_parts(
     """Which sequences of several rows had better decode; None: none. Without a window only."""
     lengths = np.diff(batch.qo_indptr)
     several = lengths > 1
-    if int((-(-lengths[several] // tile_tokens)).sum()) * num_kv_heads >= _PROGRAMS:
+    tiles = int((-(-lengths[several] // tile_tokens)).sum())
+    if not 0 < tiles * num_kv_heads < _PROGRAMS:
         return None
     last = batch.positions[np.maximum(batch.qo_indptr[1:] - 1, 0)]
     parts = lengths * (last // SPLIT + 1)

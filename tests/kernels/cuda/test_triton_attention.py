@@ -202,7 +202,7 @@ def test_a_few_rows_in_parts_are_those_of_an_extend(
     """A context cut for a few new rows: the reference's results, and bit by bit an extend's."""
     case = Case(sequences=((5, 510), (1, 300), (3, 40)))
     uncut = outputs(case, deterministic=deterministic)[1]
-    monkeypatch.setattr(work, "_LONG_PARTS", 2)
+    monkeypatch.setattr("palmette.kernels.cuda.work._LONG_PARTS", 2)
     expected, found = outputs(case, deterministic=deterministic)
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[case.dtype])
     assert torch.equal(found, uncut) or not deterministic
