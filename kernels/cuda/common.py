@@ -8,6 +8,9 @@ Rules that the interpreter and the compiler force on every kernel here:
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -15,6 +18,20 @@ from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel with a grid and its arguments, which may be launched again on the same tensors."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        if self.grid[0]:
+            self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def padded(size: int) -> int:

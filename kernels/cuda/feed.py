@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import check
+from .common import Launch, check
 
 _BLOCK = 256
 
@@ -94,13 +94,22 @@ def uniforms(seeds: Tensor, choices: Tensor, positions: Tensor, rows: Tensor | N
     seeds [S] int64, the bits of uint64; choices [S] int32; positions int32 of the step's tokens,
     of which `rows` [S] int32 are meant, None: the first S.
     """
+    out, launch = uniforms_launch(seeds, choices, positions, rows)
+    launch()
+    return out
+
+
+def uniforms_launch(
+    seeds: Tensor, choices: Tensor, positions: Tensor, rows: Tensor | None
+) -> tuple[Tensor, Launch]:
+    """What `uniforms` returns, and the launch that fills it."""
     check("seeds", seeds, ndim=1, dtypes=(torch.int64,))
     check("positions", positions, ndim=1, dtypes=(torch.int32,))
     num_rows = len(seeds)
     out = torch.empty(num_rows, dtype=torch.float64, device=seeds.device)
-    if num_rows:
-        uniforms_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-            seeds, choices, positions, choices if rows is None else rows, out, num_rows,
-            BLOCK=_BLOCK, HAS_ROWS=rows is not None, num_warps=4,
-        )  # fmt: skip
-    return out
+    return out, Launch(
+        uniforms_kernel,
+        (triton.cdiv(num_rows, _BLOCK),),
+        (seeds, choices, positions, choices if rows is None else rows, out, num_rows),
+        {"BLOCK": _BLOCK, "HAS_ROWS": rows is not None, "num_warps": 4},
+    )

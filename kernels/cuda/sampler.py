@@ -18,7 +18,7 @@ from torch import Tensor
 
 from palmette.kernels.sampling import Float32Array, Int32Array, RowSampling
 
-from .common import check, padded
+from .common import Launch, check, padded
 
 MAX_BLOCK = 4096  # with so many warps the widest without spills
 NUM_WARPS = 16
@@ -324,6 +324,40 @@ def sample(
     int32, temperatures, top_ps, min_ps float32, randoms float64 in [0, 1). Both results lie in
     `out` [2, S] int32, the second row bit by bit.
     """
+    launch, ids, logprobs = sample_launch(
+        raw,
+        edited,
+        masks,
+        has_masks=has_masks,
+        targets=targets,
+        temperatures=temperatures,
+        top_ks=top_ks,
+        top_ps=top_ps,
+        min_ps=min_ps,
+        randoms=randoms,
+        wants_logprob=wants_logprob,
+        out=out,
+    )
+    launch()
+    return ids, logprobs
+
+
+def sample_launch(
+    raw: Tensor,
+    edited: Tensor,
+    masks: Tensor | None,
+    *,
+    has_masks: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+    randoms: Tensor,
+    wants_logprob: Tensor,
+    out: Tensor | None,
+) -> tuple[Launch, Tensor, Tensor]:
+    """The launch that fills what `sample` returns."""
     check("raw", raw, ndim=2, dtypes=(torch.float32,))
     check("edited", edited, ndim=2, dtypes=(torch.float32,))
     check("randoms", randoms, ndim=1, dtypes=(torch.float64,))
@@ -335,11 +369,11 @@ def sample(
     if masks is not None and (len(masks) != num_rows or masks.shape[1] * 32 < vocab_size):
         raise ValueError(f"masks: {tuple(masks.shape)} does not cover {tuple(raw.shape)}")
     ids, logprobs = out[0], out[1].view(torch.float32)
-    if num_rows:
-        masks = has_masks.view(-1, 1) if masks is None else masks
-        sample_kernel[(num_rows,)](
-            raw, edited, masks, has_masks, targets, temperatures, top_ks, top_ps, min_ps, randoms,
-            wants_logprob, ids, logprobs, vocab_size, raw.stride(0), edited.stride(0),
-            masks.stride(0), BLOCK=min(MAX_BLOCK, padded(vocab_size)), num_warps=NUM_WARPS,
-        )  # fmt: skip
-    return ids, logprobs
+    masks = has_masks.view(-1, 1) if masks is None else masks
+    arguments = (
+        raw, edited, masks, has_masks, targets, temperatures, top_ks, top_ps, min_ps, randoms,
+        wants_logprob, ids, logprobs, vocab_size, raw.stride(0), edited.stride(0),
+        masks.stride(0),
+    )  # fmt: skip
+    options = {"BLOCK": min(MAX_BLOCK, padded(vocab_size)), "num_warps": NUM_WARPS}
+    return Launch(sample_kernel, (num_rows,), arguments, options), ids, logprobs
