@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from palmette.kernels.backend import KVPool
 
@@ -250,12 +250,20 @@ class PageTiers:
         start = node.start * TOKEN_BYTES
         namespace = _root(node).namespace
         pages = []
-        for place in wanted:
+        for place, data in zip(wanted, self._exported(node, wanted), strict=True):
             tokens = path[: start + (place + 1) * self._page_bytes]
-            data = self._pool.export([node.pages[place]])
             pages.append(StoredPage(digests[place], namespace, tokens, data))
         self.num_spilled += len(pages)
         return pages
+
+    def _exported(self, node: Node, places: Sequence[int]) -> Iterator[bytes]:
+        """The bytes of each page, exported together: a device is waited for once, not for each."""
+        size = self._pool.page_bytes
+        most = max(1, STEP_BYTES // size)
+        for first in range(0, len(places), most):
+            part = [node.pages[place] for place in places[first : first + most]]
+            data = self._pool.export(part)
+            yield from (data[at : at + size] for at in range(0, len(data), size))
 
     def _digests(self, tail: Node) -> list[bytes]:
         """Of all pages from the root to the end of a node; each is computed once."""

@@ -78,6 +78,26 @@ def test_evicted_pages_come_back_from_the_host_pool() -> None:
     assert (usage.device_tokens, usage.host_tokens) == (20, 0)
 
 
+def test_pages_that_are_evicted_together_are_exported_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each export may wait for the device."""
+    target = engine(host_cache_bytes=10**6)
+    run(target, prompt())
+    pool, exported = target._runner.pool, list[int]()
+    export = pool.export
+
+    def noted(page_ids: Sequence[int]) -> bytes:
+        exported.append(len(page_ids))
+        return export(page_ids)
+
+    monkeypatch.setattr(pool, "export", noted)
+    run(target, [99, *range(60)])  # all pages but one
+    assert exported == [5]
+    usage = run(target, prompt())
+    assert (usage.host_tokens, usage.computed_tokens) == (20, 1)
+
+
 def test_pages_come_back_from_disk_after_a_restart(tmp_path: Path) -> None:
     target = engine(disk_cache_dir=str(tmp_path))
     run(target, prompt())
