@@ -1,8 +1,8 @@
 """Compile every kernel for GPUs that are not here, and read what the code needs.
 
-`python -m palmette.kernels.cuda.aot [--all] [--json] [--only PART] [--jobs N]` prints a table of
-registers, spills, shared memory, tensor-core instructions and 128-bit loads. ptxas and cuobjdump
-come with triton; no driver is needed. Must run without TRITON_INTERPRET.
+`python -m palmette.kernels.cuda.aot [--all] [--brief] [--json] [--only PART] [--jobs N]` prints a
+table of registers, spills, shared memory, tensor-core instructions and 128-bit loads. ptxas and
+cuobjdump come with triton; no driver is needed. Must run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -343,16 +343,25 @@ def _feed() -> Iterator[Variant]:
         )
 
 
-def wanted(*, everything: bool, name_part: str = "") -> list[tuple[int, int]]:
+def wanted(*, everything: bool, name_part: str = "", brief: bool = False) -> list[tuple[int, int]]:
     """(index in `variants`, capability): the short list for each GPU; with `everything` the
-    others too, for sm_90."""
+    others too, for sm_90. `brief`: of older GPUs only what `_is_brief` keeps."""
     return [
         (index, capability)
         for index, variant in enumerate(variants())
         if name_part in variant.name
         for capability in variant.capabilities
         if variant.in_short_list or (everything and capability == 90)
+        if capability == 90 or not brief or _is_brief(variant, capability)
     ]
+
+
+def _is_brief(variant: Variant, capability: int) -> bool:
+    """On sm_80 what has matrix products, on sm_89, whose tiles are the same, attention alone."""
+    if not variant.needs_tensor_core or variant.name.endswith("G8"):
+        return False
+    is_attention = variant.name.startswith(("decode", "extend")) and " kv " not in variant.name
+    return is_attention or capability == 80
 
 
 def report_of(place: tuple[int, int]) -> Report:
@@ -375,11 +384,12 @@ def line(report: Report) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every variant for sm_90")
+    parser.add_argument("--brief", action="store_true", help="less for sm_80 and sm_89")
     parser.add_argument("--json", action="store_true", help="one object per line")
     parser.add_argument("--only", default="", help="part of a variant's name")
     parser.add_argument("--jobs", type=int, default=1, help="compile so many at once")
     options = parser.parse_args()
-    places = wanted(everything=options.all, name_part=options.only)
+    places = wanted(everything=options.all, name_part=options.only, brief=options.brief)
     failed = 0
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         for report in pool.map(report_of, places):

@@ -40,7 +40,8 @@ def check(reports: list[dict[str, Any]]) -> None:
 
 
 def test_the_main_configurations_compile_well() -> None:
-    reports = compiled()
+    """Those for older GPUs that are not here are in `make kernels`, and in the slow test."""
+    reports = compiled("--brief")
     assert len(reports) >= 60
     kernels = {r["name"].split()[0] for r in reports}
     assert {"decode", "extend", "reduce", "sample", "rope_write", "add_rms_norm"} <= kernels
