@@ -166,7 +166,11 @@ def _one_rank(config: EngineConfig) -> RunnerChoice:
     if config.runner == "torch":
         return _torch_choice(config, device="cpu", reason="as given")
     if config.tensor_parallel > 1 and config.runner == "auto":
-        return _torch_choice(config, device="cpu", reason="the native runner has one rank")
+        return _torch_choice(
+            config,
+            device="cpu",
+            reason="the native runner has one rank, and ranks on a CPU are for tests",
+        )
     return _cpu_choice(config)
 
 
@@ -183,6 +187,8 @@ def _sharded(config: EngineConfig, choice: RunnerChoice) -> RunnerChoice:
         raise ValueError(
             f"tensor_parallel: {size} ranks, but torch sees {_num_cuda_devices()} CUDA devices"
         )
+    if is_cuda and not _has_nccl():
+        raise ValueError("tensor_parallel: this torch has no NCCL, which ranks on CUDA need")
 
     def attention(checkpoint: Checkpoint) -> str:
         return for_model(resolve(config, has=_is_installed), config, checkpoint.config).name
@@ -464,6 +470,12 @@ def _num_cuda_devices() -> int:
     from .torch_runner import cuda_num_devices
 
     return cuda_num_devices()
+
+
+def _has_nccl() -> bool:
+    from .torch_runner import has_nccl
+
+    return has_nccl()
 
 
 def _cuda_available() -> bool:

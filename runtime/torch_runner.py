@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -144,6 +145,11 @@ def cuda_description() -> str:
 
 def cuda_num_devices() -> int:
     return torch.cuda.device_count()
+
+
+def has_nccl() -> bool:
+    """Whether ranks on CUDA devices can be joined."""
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
 
 
 def cuda_device_name() -> str:

@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterable
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import platformdirs
@@ -61,6 +62,7 @@ def findings() -> Iterable[tuple[str, str, bool]]:
     yield _checked("cuda", _cuda)
     yield _checked("runner", _runner)
     yield _checked("attention on cuda", _attention)
+    yield _checked("tensor parallel", _tensor_parallel)
     for extra, packages in _EXTRAS.items():
         yield _extra(extra, packages)
     yield "cache", str(platformdirs.user_cache_path("palmette", appauthor=False)), True
@@ -115,6 +117,20 @@ def _attention() -> str:
     modes = ((True, "deterministic"), (False, "not deterministic"))
     choices = [(mode, resolve(EngineConfig(deterministic=exact))) for exact, mode in modes]
     return "; ".join(f"{mode}: {choice.name}, {choice.reason}" for mode, choice in choices)
+
+
+def _tensor_parallel() -> str:
+    """How many ranks --tensor-parallel can have, and what joins them."""
+    why = why_no_cuda()
+    if why is None:
+        from palmette.runtime.torch_runner import cuda_num_devices, has_nccl
+
+        if not has_nccl():
+            raise ValueError("this torch has no NCCL, which ranks on CUDA devices need")
+        return f"up to {cuda_num_devices()} ranks, a CUDA device each, over NCCL"
+    if find_spec("torch") is None:
+        return "not possible: torch is not installed"
+    return f"{why}: ranks are processes of torch on the CPU, over gloo, which is for tests"
 
 
 def _extra(extra: str, packages: tuple[str, ...]) -> tuple[str, str, bool]:

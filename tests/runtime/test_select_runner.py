@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from palmette.runtime import runner
 from palmette.runtime.attention import AttentionChoice, for_model
 from palmette.runtime.config import EngineConfig, SchedulerConfig
 from palmette.runtime.models.config import ModelConfig
+from palmette.runtime.weights import open_checkpoint
 
 PRESET = ModelConfig(
     architecture="llama",
@@ -217,15 +219,72 @@ def test_the_cuda_runner_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None
         runner.select_runner(EngineConfig(runner="cuda"))
 
 
-def test_ranks_hold_whole_numbers_of_devices(machine: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_devices(machine: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     having(machine, "torch", "triton")
     machine.setattr(runner, "_num_cuda_devices", lambda: 2)
+    machine.setattr(runner, "_has_nccl", lambda: True)
+    return machine
+
+
+def test_ranks_hold_whole_numbers_of_devices(two_devices: pytest.MonkeyPatch) -> None:
     choice = runner.select_runner(EngineConfig(tensor_parallel=2))
     assert (choice.name, choice.num_devices) == ("cuda", 2)
     assert choice.reason.endswith("; 2 ranks")
     with pytest.raises(ValueError, match="4 ranks, but torch sees 2 CUDA devices"):
         runner.select_runner(EngineConfig(tensor_parallel=4))
-    assert runner.select_runner(EngineConfig(tensor_parallel=2, weights="int8")).weights == "int8"
+    two_devices.setattr(runner, "_has_nccl", lambda: False)
+    with pytest.raises(ValueError, match="this torch has no NCCL"):
+        runner.select_runner(EngineConfig(tensor_parallel=2))
+
+
+def test_ranks_are_built_with_their_part_of_codes(
+    two_devices: pytest.MonkeyPatch, tiny_models: Any
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from palmette.runtime.tensor_parallel import runner as ranks
+
+    built: list[Any] = []
+    two_devices.setattr(ranks, "tensor_parallel_runner", lambda options, **_: built.append(options))
+    config = EngineConfig(
+        tensor_parallel=2,
+        weights="int8",
+        kv_dtype="fp8",
+        scheduler=SchedulerConfig(max_running=3),
+    )
+    choice = runner.select_runner(config)
+    alone = runner.select_runner(replace(config, tensor_parallel=1))
+    checkpoint = open_checkpoint(tiny_models.gguf("wide", "q8_0"))
+    half = choice.weight_bytes(checkpoint) / alone.weight_bytes(checkpoint)
+    assert 0.5 <= half < 0.53
+    assert choice.workspace_bytes(checkpoint) > runner.COMMUNICATOR_BYTES
+    choice.build(checkpoint, 40)
+    (options,) = built
+    assert (options.size, options.num_pages, options.runner, options.device) == (
+        2,
+        40,
+        "cuda",
+        "cuda",
+    )
+    assert (options.weights, options.dtype, options.kv_dtype) == ("int8", "bf16", "fp8")
+    assert (options.attention, options.sampling) == ("triton", "triton")
+    assert (options.graph_rows, options.may_shrink) == ((1, 2, 4), True)
+    llama = open_checkpoint(tiny_models.gguf("llama", "q8_0"))
+    with pytest.raises(ValueError, match=r"tensor_parallel: .*down_proj.* use fewer ranks"):
+        choice.build(llama, 40)
+    given = runner.select_runner(replace(config, kv_tokens=640))
+    given.build(checkpoint, 40)
+    assert not built[-1].may_shrink
+
+
+def test_without_a_gpu_ranks_are_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_cuda_available", lambda: False)
+    monkeypatch.setattr(runner, "why_no_cuda", lambda: "no driver is installed")
+    choice = runner.select_runner(EngineConfig(tensor_parallel=2))
+    assert (choice.name, choice.device, choice.num_devices) == ("torch", "cpu", 1)
+    assert "ranks on a CPU are for tests; 2 ranks" in choice.reason
+    with pytest.raises(ValueError, match=r"cuda was asked for, .* no driver is installed"):
+        runner.select_runner(EngineConfig(tensor_parallel=2, device="cuda"))
 
 
 def test_a_gpu_takes_larger_steps_than_a_cpu() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -120,6 +121,23 @@ def test_a_rank_that_hangs_ends_the_step_in_time(
     assert not any(map(is_there, ids_of(runner)))
     with pytest.raises(RankFailed):
         runner.pool.export([0])
+
+
+def test_a_device_that_waits_for_a_rank_in_vain_is_freed(
+    faulty: Any, model_driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where the calls of a graph have no limit of time of their own."""
+    runner = faulty()
+    handle = runner.launch(model_driver(runner).batch({"a": PROMPT[:5]}))
+    is_freed = threading.Event()
+    monkeypatch.setattr(runner._group, "abort", is_freed.set)
+    monkeypatch.setattr(handle._inner, "sample", lambda _: is_freed.wait(20), raising=False)
+    runner._timeout_s = 0.2
+    threading.Thread(target=runner._watch_waits, daemon=True).start()
+    with pytest.raises(RankFailed, match="a step has not ended within 0 s"):
+        handle.sample(None)
+    assert is_freed.is_set()
+    assert not any(map(is_there, ids_of(runner)))
 
 
 def test_a_rank_that_does_not_listen_delays_nothing_for_ever(

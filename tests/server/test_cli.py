@@ -225,6 +225,21 @@ def test_doctor_names_what_the_extras_bring() -> None:
     assert "xgrammar" in found["extra xgrammar"]
 
 
+def test_doctor_tells_what_ranks_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "why_no_cuda", lambda: "no driver is installed")
+    assert doctor._tensor_parallel().startswith("no driver is installed: ranks are processes of")
+    pytest.importorskip("torch")
+    from palmette.runtime import torch_runner
+
+    monkeypatch.setattr(doctor, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch_runner, "cuda_num_devices", lambda: 8)
+    monkeypatch.setattr(torch_runner, "has_nccl", lambda: True)
+    assert doctor._tensor_parallel() == "up to 8 ranks, a CUDA device each, over NCCL"
+    monkeypatch.setattr(torch_runner, "has_nccl", lambda: False)
+    with pytest.raises(ValueError, match="no NCCL"):
+        doctor._tensor_parallel()
+
+
 def test_pull_says_what_a_hub_id_is(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["pull", "--help"])
