@@ -114,6 +114,11 @@ class graph:
             LOG.fault("a graph without launches")
 
 
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, "cpu")
+
+
 def _synchronize(device: Any = None) -> None:
     LOG.waits("the device is waited for")
 
@@ -151,3 +156,6 @@ def install() -> None:
     bindings: Any = torch._C
     bindings._cuda_getCurrentRawStream = lambda device: _current[-1].cuda_stream
     bindings._cuda_getDevice = lambda: 0
+    bindings._cuda_sleep = lambda cycles: LOG.call("sleep")
+    library: Any = torch
+    library.Generator = _Generator

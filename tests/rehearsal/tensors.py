@@ -116,6 +116,7 @@ _VALUES = {
     "aten.is_nonzero.default": "the value of a tensor",
     "aten.item.default": "the value of a tensor",
 }
+_ANSWERED = ("aten._local", "aten.item", "aten.is_", "aten.equal")  # while models load
 _MAKES_NOTHING = {"aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default"}
 _MAKES_NOTHING |= {"aten.empty_strided.default", "aten.detach.default", "aten.lift_fresh.default"}
 
@@ -140,13 +141,14 @@ class Rehearsal(TorchDispatchMode):
             return _copied(args[0], args[1], is_async=bool(_at(args, kwargs, 2, "non_blocking")))
         if name in _VALUES:
             LOG.waits(f"{_VALUES[name]} on the device is asked for")
-            if LOG.mode != "load" or not name.startswith(("aten._local", "aten.item", "aten.is_")):
+            if LOG.mode != "load" or not name.startswith(_ANSWERED):
                 raise RuntimeError(f"{name}: {_VALUES[name]} that is on the device")
-            return args[0].dtype.is_floating_point or args[0].dtype == torch.bool or 0
+            return int(args[0].dtype.is_floating_point or args[0].dtype == torch.bool)
         _check_one_device(name, tensors, on_cuda)
         if to_cuda:
             kwargs["device"] = "meta"
-        kwargs.pop("generator", None)
+        if "generator" in kwargs:
+            kwargs["generator"] = None
         args = tuple(None if isinstance(value, torch.Generator) else value for value in args)
         _note(func, name, args, kwargs, on_cuda)
         return _below(func, args, kwargs)

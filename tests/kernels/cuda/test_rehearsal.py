@@ -223,6 +223,20 @@ def test_what_is_amiss_is_seen(tmp_path: Path) -> None:
         assert fault in seen[what] if fault else seen[what].strip() == "", (what, seen[what])
 
 
+PARTS = ("model", "attention", "prefix", "sampling", "price", "identity", "transformers")
+
+
+@pytest.mark.parametrize(
+    "part", ["host", *(pytest.param(p, marks=pytest.mark.slow) for p in PARTS)]
+)
+def test_a_part_of_the_gpu_script_runs_to_its_end(part: str, tmp_path: Path) -> None:
+    """Not dry: as on the day a GPU is there, but for times, numbers and most of the layers."""
+    out = tmp_path / "out.json"
+    printed = rehearse("-m", "rehearsal.part", f"{part}_part.py", "--out", str(out))
+    assert "FAULT" not in printed and "FAILED" not in printed
+    assert len(json.loads(out.read_text())["rows"]) > 2
+
+
 @pytest.mark.slow
 def test_what_is_launched_compiles_well() -> None:
     """Each specialisation of all scenes as it is launched, for its GPU: no spill, no atomic."""
