@@ -76,6 +76,7 @@ class TensorParallelRunner:
             self._ranks.wait_ready()
         except BaseException:
             self._ranks.end(at_once=True)
+            self._let_go()
             raise
         self.name = f"{self._inner.name} x {options.size}"
         self.pool = RankedPool(
