@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it knows readers of files, which random weights do not need
 
 logger = logging.getLogger(__name__)
 
-_PROMPTS = (2, 40, 100, 1024)  # rows of a step: matrix products have tiles for a few to many
+_PROMPTS = (2, 12, 40, 100, 1024)  # rows of a step: matrix products have tiles for a few to many
 _NO_IDS = np.empty(0, np.int32)
 
 

@@ -27,11 +27,11 @@ _SHORT = (("int8", 32, False), ("int4", 32, True), ("fp8", FP8_BLOCK, False))
 
 def quantised_variants() -> Iterator[Variant]:
     for activations, dtype in _ACTIVATIONS.items():
-        for rows in (1, 64, 2048) if activations != "fp32" else (1,):
+        for rows in (1, 16, 64, 2048) if activations != "fp32" else (1,):
             for kind, pointer, group, minimums in _KINDS:
                 if activations == "fp32" and group > 64:
                     continue  # float32 is for comparisons, and files have groups of 32
-                for capability in (80, 89, 90):
+                for capability in (80, 89, 90) if rows != 1 or activations == "fp32" else (90,):
                     # e4m3 is read as bits where there is no conversion
                     read = "*u8" if kind == "fp8" and capability < 89 else pointer
                     whole = _linear(
@@ -128,6 +128,8 @@ def _linear(
         },
         scalars=("num_rows", "num_groups", "part_groups"),
         needs_tensor_core=True,
-        in_short_list=activations == "bf16" and rows != 64 and (kind, group, minimums) in _SHORT,
+        in_short_list=activations == "bf16"
+        and rows in (1 if capability >= 90 else 16, 2048)
+        and (kind, group, minimums) in _SHORT,
         capabilities=(capability,),
     )

@@ -28,6 +28,7 @@ from .quantised import QuantisedMatrix
 
 FP8_BLOCK = 64  # inputs of a step where a scale is an output's
 _FEW = {"BLOCK_M": 16, "BLOCK_N": 128, "num_warps": 4, "num_stages": 4, "GROUPS": 4}
+_FEWEST = {**_FEW, "BLOCK_M": 8}  # Hopper's narrowest: half the sums, and more programs at once
 _SOME = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "GROUPS": 1}
 _MANY = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "GROUPS": 1}
 _WIDE = {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "GROUPS": 1}  # float32
@@ -182,6 +183,8 @@ def tiles_of(
     tiles = _MANY
     if num_rows <= _IN_PARTS_UP_TO:
         tiles = _FEW if num_rows <= _FEW["BLOCK_M"] else _SOME
+        if num_rows <= _FEWEST["BLOCK_M"] and capability >= 90:
+            tiles = _FEWEST
     if is_fp8:  # no scales to wait for
         return {**tiles, "GROUPS": 1}
     # the codes of a tile are in registers at once, before Hopper x too

@@ -92,13 +92,13 @@ def test_steps_are_those_that_the_pool_holds() -> None:
 
     whole: Any = Pool()
     lengths = [batch.num_tokens for batch in steps(whole, 512)]
-    assert lengths == [2, 40, 100, 1, 2, 4, 3, 5]
-    forks = list(steps(whole, 512))[6]
+    assert lengths == [2, 12, 40, 100, 1, 2, 4, 3, 5]
+    forks = list(steps(whole, 512))[7]
     assert forks.kv_page_ids.tolist() == [*range(17), *range(16), 17, *range(16), 18]
     assert forks.positions.tolist() == [256, 257, 258]
-    assert [batch.num_tokens for batch in steps(whole, 60)] == [2, 40, 1, 2, 4]
+    assert [batch.num_tokens for batch in steps(whole, 60)] == [2, 12, 40, 1, 2, 4]
     Pool.num_pages = 2
-    assert [batch.num_tokens for batch in steps(whole, 512)] == [2, 1, 2]
+    assert [batch.num_tokens for batch in steps(whole, 512)] == [2, 12, 1, 2]
 
 
 @pytest.mark.usefixtures("launched")
