@@ -35,7 +35,9 @@ class Lead:
         decodes = [
             sequence
             for sequence, end in zip(self.plan.decodes, self.ends, strict=True)
-            if sequence.num_tokens == end and sequence.status is Status.DECODE
+            if sequence.num_tokens == end
+            and sequence.status is Status.DECODE
+            and not sequence.is_forced  # in place of the chosen one, which had no way on
         ]
         chunks = [c for c in self.plan.chunks if c.sequence.status is Status.PREFILL]
         return StepPlan(decodes=decodes, chunks=chunks)

@@ -233,6 +233,12 @@ class SequenceState:
     def is_answering(self) -> bool:
         return bool(self.generated)
 
+    @property
+    def is_forced(self) -> bool:
+        """Whether its newest token was not chosen."""
+        forced_at = self.forced_at
+        return bool(forced_at) and forced_at[-1] == len(self.generated) - 1
+
     def truncate(self, num_generated: int) -> None:
         """Take back the newest generated tokens, none of which was released."""
         assert num_generated >= self.num_released

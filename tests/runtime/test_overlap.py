@@ -417,6 +417,22 @@ def test_a_fault_of_who_has_a_row_in_flight_waits_for_that(
     assert "after its end" not in caplog.text
 
 
+@pytest.mark.parametrize("seed", [14, 109, 113])
+def test_a_token_forced_in_place_of_the_chosen_one_is_computed(seed: int, delayed: Any) -> None:
+    """The row that was launched ahead has computed the token that had no way on."""
+    rng = random.Random(seed)
+    sampling = SamplingParams(max_new_tokens=rng.choice((7, 12, 20, 40)), temperature=0.0)
+    request = Request(
+        request_id="r",
+        prompt_ids=tuple(rng.randrange(256) for _ in range(9)),
+        sampling=replace(sampling, ignore_eos=True),
+        grammar=GrammarSpec.json_schema({"type": "integer", "multipleOf": 7}),
+    )
+    plain, ahead = fake(None), fake(delayed)
+    assert told(run_all(ahead, [request])["r"]) == told(run_all(plain, [request])["r"])
+    assert ahead.stats().overlapped_steps > 0
+
+
 def test_who_has_to_give_way_does_so_between_steps(delayed: Any) -> None:
     engine = fake(delayed, policy="fair", max_running=4)
     flood = [plain(f"flood {i}", 5, 40, tenant="heavy") for i in range(8)]
