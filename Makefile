@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow check kernels format bench bench-constrained bench-peers sizes clean
+.PHONY: demo test test-slow test-gpu check kernels format bench bench-constrained bench-peers sizes clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/palmette pull
@@ -17,6 +17,10 @@ test: $(VENV)/dev.stamp
 test-slow: $(VENV)/dev.stamp
 	$(BIN)/palmette pull
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+# On a machine with a CUDA device; skipped, with the reason, on others.
+test-gpu: $(VENV)/dev.stamp
+	env -u TRITON_INTERPRET $(BIN)/python -m pytest -q -m gpu -rs -W default tests/gpu
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

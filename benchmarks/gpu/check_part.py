@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from measure import (
     prefill_batch,
     random_loader,
 )
+from side_by_side import Row, check_all, rows_of
 
 from palmette.kernels import reference
 from palmette.kernels.cuda import flashinfer, gemm
@@ -43,7 +41,6 @@ from palmette.runtime.tensor_parallel.group import TensorGroup
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 FORKS = (*(Sequence_(1, 530 + i, "a", 512) for i in range(20)), Sequence_(1, 40))
 SEQUENCES = ((1, 0), (1, 700), (37, 0), (130, 300), (1, 255), (2, 255), (0, 20))
-JOBS = min(8, os.cpu_count() or 1)
 OURS = ("deterministic", "free", "unshared")
 WIDTH, VOCABULARIES = (64, (300,)) if DRY else (4096, (49152, 151936))
 
@@ -293,55 +290,14 @@ def all_steps() -> list[Callable[[Results], None]]:
     ]
 
 
-class Collected:
-    """`Results` of a process whose rows another one prints and writes."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def check(self, name: str, passed: bool, **row: Any) -> None:
-        self.rows.append({"name": name, "passed": passed, **row})
-
-    def skip(self, what: str, why: str) -> None:
-        self.rows.append({"what": what, "why": why})
-
-
-def rows_of(index: int) -> list[dict[str, Any]]:
-    torch.manual_seed(index)
-    results: Any = Collected()
-    try:
-        all_steps()[index](results)
-    except Exception as error:  # the other checks still tell something
-        results.check("raised", False, step=index, error=repr(error)[:500])
-    return list(results.rows)
+def check_rows(index: int) -> list[Row]:
+    return rows_of(all_steps()[index], index)
 
 
 def main() -> int:
-    """Each step in a process of its own: kernels are compiled side by side, which takes most of the
-    time, and a device that one of them lost is not lost for the others."""
     results = Results("check")
-    places = range(len(all_steps()))
-    if DRY:
-        for place in places:
-            report(results, rows_of(place))
-        return results.finish()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(JOBS, context, max_tasks_per_child=1) as pool:
-        running = [pool.submit(rows_of, place) for place in places]
-        for place, future in enumerate(running):
-            try:
-                report(results, future.result())
-            except Exception as error:  # a process that ended in the midst of it
-                results.check("ended", False, step=place, error=repr(error)[:500])
+    check_all(results, len(all_steps()), check_rows)
     return results.finish()
-
-
-def report(results: Results, rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        if "passed" in row:
-            results.check(**row)
-        else:
-            results.skip(**row)
 
 
 if __name__ == "__main__":

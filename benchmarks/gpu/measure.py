@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +40,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--out", type=Path, help="the JSON file that is written")
     parser.add_argument("--format", default="bf16/bf16", help="of weights / of K and V")
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which it is ended")
     parser.add_argument("--dry", action="store_true")
     return parser.parse_known_args()[0]
 
@@ -155,6 +156,38 @@ def decode_batch(
         kv_page_ids=np.concatenate(pages),
         kv_last_page_len=((ends - 1) % page_size + 1).astype(np.int32),
         sample_rows=np.arange(count, dtype=np.int32),
+    )
+
+
+def tree_batch(
+    levels: Sequence[tuple[int, int]], page_size: int, *, num_pages: int
+) -> ForwardBatch:
+    """One new token for each leaf of a tree. levels: (tokens of each of its nodes, nodes below each
+    node of the level above), root first. As in an engine whole pages are shared; where a node ends
+    within one, those below it have copies."""
+    free = iter(np.random.default_rng(0).permutation(num_pages).tolist())
+    paths: list[list[int]] = [[]]  # pages of each node so far
+    end = 0
+    for depth, (tokens, branches) in enumerate(levels):
+        end += tokens
+        count = -(-end // page_size) if depth == len(levels) - 1 else end // page_size
+        paths = [
+            [*path, *(next(free) for _ in range(count - len(path)))]
+            for path in paths
+            for _ in range(branches)
+        ]
+    rows = len(paths)
+    last = (end - 1) % page_size
+    slots = np.array([path[-1] * page_size + last for path in paths], np.int32)
+    return ForwardBatch(
+        token_ids=np.arange(rows, dtype=np.int32) + 5,
+        positions=np.full(rows, end - 1, np.int32),
+        kv_slots=slots,
+        qo_indptr=np.arange(rows + 1, dtype=np.int32),
+        kv_indptr=np.arange(0, rows * len(paths[0]) + 1, len(paths[0]), dtype=np.int32),
+        kv_page_ids=np.array(paths, np.int32).reshape(-1),
+        kv_last_page_len=np.full(rows, last + 1, np.int32),
+        sample_rows=np.arange(rows, dtype=np.int32),
     )
 
 

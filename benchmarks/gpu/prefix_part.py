@@ -10,24 +10,29 @@ from measure import (
     MeasuredDevice,
     Results,
     checkpoint_of,
-    decode_batch,
     free_memory,
     graph_ms,
     random_loader,
+    tree_batch,
 )
 
 from palmette.kernels.cuda import flashinfer
 from palmette.runtime.cuda_runner import CudaRunner
 
 PAGE = 16
-WORKLOADS = {  # rows, shared tokens, own tokens
-    "W3 64 questions about one document": (64, 8192, 128),
-    "W5 fork in 16": (16, 2048, 64),
-    "256 requests, one system prompt": (256, 1024, 128),
+Levels = tuple[tuple[int, int], ...]  # (tokens of a node, nodes below each), root first
+WORKLOADS: dict[str, Levels] = {
+    # docs/performance.md, in the midst of what is generated
+    "W3 64 requests": ((1000, 1), (40 + 8, 64)),
+    "W3-own 64 requests": ((1048, 64),),
+    "W5 tree of 3 levels": ((600, 1), (32, 4), (32, 4), (16, 4)),
+    "64 forks over 8k": ((8192, 1), (128, 64)),
+    "fork in 16": ((2048, 1), (64, 16)),
+    "256 requests, one system prompt": ((1024, 1), (128, 256)),
 }
-TOKENS = 60 * 1024
+TOKENS = 80 * 1024
 if DRY:
-    WORKLOADS, TOKENS = {"W3 dry": (3, 512, 16)}, 1024
+    WORKLOADS, TOKENS = {"W5 dry": ((256, 1), (256, 2), (9, 2))}, 2048
 
 
 def measure(results: Results, name: str, attention: str) -> None:
@@ -40,10 +45,8 @@ def measure(results: Results, name: str, attention: str) -> None:
             graph_rows=(4,) if DRY else (16, 64, 256), share_pages=share, attention=attention,
             deterministic=attention == "triton", load=random_loader(config),
         )  # fmt: skip
-        for workload, (rows, shared, own) in WORKLOADS.items():
-            batch = decode_batch(
-                [shared + own] * rows, PAGE, shared=shared, num_pages=runner.pool.num_pages
-            )
+        for workload, levels in WORKLOADS.items():
+            batch = tree_batch(levels, PAGE, num_pages=runner.pool.num_pages)
             times[workload, share] = graph_ms(runner, device, batch)
             results.add(
                 model=name, attention=attention, workload=workload, share=share,

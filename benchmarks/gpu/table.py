@@ -1,6 +1,7 @@
 """A short table of what the parts wrote: `python benchmarks/gpu/table.py FOLDER`.
 
 Each line names what was measured, the figure and, where there is one, what it is measured against.
+The last ones are the bars.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
+from bars import Parts, Row, bars, rows_with
 
 
-def read(folder: Path) -> dict[str, dict[str, Any]]:
+def read(folder: Path) -> Parts:
     return {
         path.stem: json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(folder.glob("*.json"))
     }
 
 
-def checks(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
+def checks(parts: Parts) -> Iterator[str]:
     for name, part in parts.items():
         made = [row for row in part["rows"] if "check" in row]
         bad = [row["check"] for row in made if not row["ok"]]
@@ -33,7 +33,7 @@ def checks(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
                 yield f"{name}: no {row['skipped']}: {row['why']}"
 
 
-def figures(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
+def figures(parts: Parts) -> Iterator[str]:
     def rows(part: str, *keys: str) -> Iterator[Row]:
         for row in parts.get(part, {"rows": []})["rows"]:
             if all(key in row for key in keys):
@@ -66,7 +66,13 @@ def figures(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield f"{what}: {times}, bf16 of the library {row['us_bf16']:.0f} us"
     for row in rows("transformers", "tokens_per_s"):
         what = f"prefill {row['prefill']}" if "prefill" in row else f"{row['rows']} rows"
-        yield f"transformers {row['model']}, {what}: {row['tokens_per_s']:.0f} tokens/s"
+        speed = f"{row['tokens_per_s']:.0f} tokens/s{beside(parts, row)}"
+        yield f"transformers {row['model']}, {what}: {speed}"
+    for row in rows("engine", "us_idle"):
+        times = f"step {row['us_step']:.0f} us, graph {row['us_graph']:.0f} us"
+        gap = f"gap {row['us_gap']:.0f} us, of it idle {row['us_idle']:.0f} us"
+        counts = f"{row['ahead']:.0%} launched ahead, {row['syncs_per_step']:.2g} syncs a step"
+        yield f"engine {row['engine']}, {row['rows']} rows: {times}, {gap}, {counts}"
     for row in rows("prefix", "speedup"):
         what = f"{row['model']} {row['attention']}, {row['workload']}"
         yield f"{what}: {row['speedup']:.2f}x with shared pages"
@@ -80,11 +86,24 @@ def figures(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield f"deterministic {row['model']}, {row['step']}: {row['price']:.2f}x the time"
 
 
+def beside(parts: Parts, theirs: Row) -> str:
+    """What the model part made of the same, in both modes."""
+    same = {key: theirs[key] for key in ("model", "rows", "context", "prefill") if key in theirs}
+    if "prefill" in theirs:
+        same["cached"] = 0
+    return "".join(
+        f", {'deterministic' if row['deterministic'] else 'free'} ours "
+        f"{row['tokens_per_s'] / theirs['tokens_per_s']:.2f}x"
+        for row in rows_with(parts, "model", **same)
+        if "tokens_per_s" in row
+    )
+
+
 def main() -> int:
     parts = read(Path(sys.argv[1]))
     for part in parts.values():
         print(f"== {part['part']} on {part['device']}, {part['seconds']} s")
-    for text in (*figures(parts), *checks(parts)):
+    for text in (*figures(parts), *checks(parts), *bars(parts)):
         print(text)
     return 0
 

@@ -30,6 +30,7 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     scalars: tuple[str, ...] = ()  # integers, and pointers, that need not be multiples of 16
     needs_tensor_core: bool = False
+    needs_warpgroup: bool = False  # products of 128 threads together, where a GPU has them
     needs_wide_loads: bool = False  # it streams: 128 bits at a time
     in_short_list: bool = False
     capabilities: tuple[int, ...] = tuple(SHARED_LIMIT)  # that it is for
@@ -45,6 +46,7 @@ class Report:
     spills: int  # local loads and stores
     shared_bytes: int
     tensor_core: int  # HMMA and HGMMA instructions
+    warpgroup: int  # of them HGMMA, of sm_90
     wide_loads: int  # 128-bit global loads, asynchronous copies included
     atomics: int
     products: tuple[str, ...]  # "warps along rows x columns: rows, columns, depth" of matrix ones
@@ -93,6 +95,7 @@ def _report(variant: Variant, capability: int, compiled: Any) -> Report:
     spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))
     shared = int(compiled.metadata.shared)
     tensor_core = len(re.findall(r"\b(?:HMMA|HGMMA)\.", sass))
+    warpgroup = len(re.findall(r"\bHGMMA\.", sass))
     wide_loads = len(re.findall(r"\b(?:LDG|LDGSTS)\S*\.128", sass))
     atomics = len(re.findall(r"\b(?:ATOM|ATOMG|ATOMS|RED)\.", sass))
     problems = []
@@ -104,6 +107,8 @@ def _report(variant: Variant, capability: int, compiled: Any) -> Report:
         problems.append(f"{registers} registers do not fit")
     if variant.needs_tensor_core and not tensor_core:
         problems.append("no tensor-core instruction")
+    if variant.needs_warpgroup and capability == 90 and not warpgroup:
+        problems.append("no warpgroup instruction")
     if variant.needs_wide_loads and not wide_loads:
         problems.append("no 128-bit load")
     if atomics:
@@ -115,6 +120,7 @@ def _report(variant: Variant, capability: int, compiled: Any) -> Report:
         spills=spills,
         shared_bytes=shared,
         tensor_core=tensor_core,
+        warpgroup=warpgroup,
         wide_loads=wide_loads,
         atomics=atomics,
         products=tuple(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
+import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import flashinfer_emulation
+import flashinfer_signatures
 import numpy as np
 import pytest
 import torch
@@ -178,76 +178,51 @@ def test_its_filters_leave_the_draw_to_the_row(tiny_models: Any, model_driver: A
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
 
 
-def source() -> Path:
-    spec = find_spec("flashinfer")  # the emulation hides the package, not its files
+RECORDED = json.loads(Path(flashinfer_signatures.__file__).with_suffix(".json").read_text())
+OWN = Path(flashinfer_emulation.__file__)
+
+
+def source() -> Path | None:
+    """The installed package's: the emulation hides it, not its files."""
     places = [Path(entry, "flashinfer") for entry in sys.path]
-    found = [place for place in places if (place / "decode.py").exists()]
-    if spec is None or not found:
+    return next((place for place in places if (place / "decode.py").exists()), None)
+
+
+@pytest.fixture(scope="module", params=[*RECORDED, "installed"])
+def original(request: pytest.FixtureRequest) -> Any:
+    """Signatures of a version, by what is called."""
+    if request.param != "installed":
+        return RECORDED[request.param]
+    folder = source()
+    if folder is None:
         pytest.skip("flashinfer is not installed")
-    return found[0]
+    return flashinfer_signatures.signatures(folder)
 
 
-def parameters(path: Path, class_name: str | None, name: str) -> list[str]:
-    body: Any = ast.parse(path.read_text(encoding="utf-8")).body
-    if class_name is not None:
-        body = next(n for n in body if isinstance(n, ast.ClassDef) and n.name == class_name).body
-    functions = [n for n in body if isinstance(n, ast.FunctionDef)]
-    arguments = [n.args for n in functions if n.name == name][-1:]  # the body of overloads
-    arguments += [n.args for n in functions if n.name == f"_{name}_impl"]  # 0.7's keywords
-    return [a.arg for one in arguments for a in (*one.args, *one.kwonlyargs)]
+def emulated_signature(class_name: str | None, name: str, file: str) -> dict[str, list[str]]:
+    holder = "_Wrapper" if name == "reset_workspace_buffer" else class_name
+    if file == "sampling.py" and not name.endswith("renorm_probs"):
+        holder = "sampling"
+    return flashinfer_signatures.signature(OWN, holder, name)
 
 
-@pytest.mark.parametrize(
-    ("file", "class_name", "function"),
-    [
-        (file, name, function)
-        for file, name in (
-            ("decode.py", "BatchDecodeWithPagedKVCacheWrapper"),
-            ("prefill.py", "BatchPrefillWithPagedKVCacheWrapper"),
-        )
-        for function in ("__init__", "plan", "run", "reset_workspace_buffer")
-    ]
-    + [("cascade.py", None, "merge_state_in_place")]
-    + [("sampling.py", None, name) for name in ("top_k_renorm_probs", "top_p_renorm_probs")],
-)
-def test_calls_fit_the_original(file: str, class_name: str | None, function: str) -> None:
-    """Parameters by position are the original's first ones, in order; keywords exist there."""
-    own = Path(flashinfer_emulation.__file__)
-    holder = class_name
-    if function == "reset_workspace_buffer":
-        holder = "_Wrapper"
-    emulated = parameters(own, holder, function)
-    original = parameters(source() / file, class_name, function)
-    tree = ast.parse(own.read_text(encoding="utf-8")).body
-    if holder is not None:
-        tree = next(n for n in tree if isinstance(n, ast.ClassDef) and n.name == holder).body
-    node = next(n for n in tree if isinstance(n, ast.FunctionDef) and n.name == function)
-    keywords = {a.arg for a in node.args.kwonlyargs}
-    by_position = [name for name in emulated if name not in keywords]
-    assert original[: len(by_position)] == by_position
-    assert keywords <= set(original)
+@pytest.mark.parametrize(("file", "class_name", "name"), flashinfer_signatures.CALLED)
+def test_calls_fit_the_original(
+    file: str, class_name: str | None, name: str, original: Any
+) -> None:
+    """What the emulation takes, the original takes: by position its first ones, in order, by
+    keyword any; and it needs nothing else."""
+    own = emulated_signature(class_name, name, file)
+    called = ".".join(filter(None, (file.removesuffix(".py"), class_name, name)))
+    theirs = original[called]
+    by_position = own["positional"]
+    assert theirs["positional"][: len(by_position)] == by_position
+    assert set(own["keyword"]) <= {*theirs["positional"], *theirs["keyword"]}
+    assert set(theirs["required"]) <= {*by_position, *own["keyword"]}
 
 
-@pytest.mark.gpu
-def test_the_original_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package itself on a device: decodes, chunks, shared pages."""
-    monkeypatch.delitem(sys.modules, "flashinfer")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    reason = flashinfer.why_not(64)
-    if reason is not None:
-        pytest.skip(reason)
-    for name in ("decodes", "mixed", "shared", "window"):
-        case = CASES[name]
-        case = Case(dtype=torch.bfloat16, window=case.window, sequences=case.sequences)
-        batch = make_batch(case)
-        rows = random_rows(case, batch, "cuda")
-        results = []
-        for kind, extra in (
-            (ReferenceAttention, {}),
-            (flashinfer.FlashInferAttention, {"num_heads": case.heads}),
-        ):
-            attention = kind(poisoned_pool(case, "cuda"), sliding_window=case.window, **extra)
-            attention.plan(batch)
-            results.append(attention.run(1, *rows).float())
-        torch.testing.assert_close(results[1], results[0], rtol=0, atol=2e-2)
+def test_a_call_that_a_version_does_not_take_is_found_out() -> None:
+    plan = RECORDED["0.7.4"]["decode.BatchDecodeWithPagedKVCacheWrapper.plan"]
+    assert "pos_encoding_mode" not in plan["positional"]  # as it was in 0.6
+    assert {"window_left", "kv_data_type"} <= set(plan["keyword"])
+    assert all(len(called) == len(flashinfer_signatures.CALLED) for called in RECORDED.values())

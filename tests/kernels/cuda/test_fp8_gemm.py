@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from palmette.kernels.cuda import fp8_gemm
+from palmette.kernels.cuda import fp8_gemm, quantised_gemm
 from palmette.kernels.cuda.quantised import dequantised, quantise_fp8, quantise_int8
 from palmette.kernels.kv_codes import decode, encode
+from palmette.runtime.models.fused_decoder import _Linear
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -47,3 +48,16 @@ def test_what_the_library_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert "float32" in str(fp8_gemm.why_not(matrix, torch.float32))
     assert "multiples of 16" in str(fp8_gemm.why_not(quantise_fp8(random(40, 96)), torch.bfloat16))
     assert "int8" in str(fp8_gemm.why_not(quantise_int8(random(48, 96)), torch.bfloat16))
+
+
+def test_deterministic_models_do_not_take_the_librarys_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also on a device that has it: its kernel depends on the number of rows."""
+    monkeypatch.setattr(fp8_gemm, "native_e4m3", lambda device: True)
+    x, matrix = random(5, 96).bfloat16(), quantise_fp8(random(48, 96, seed=1))
+    assert fp8_gemm.why_not(matrix, x.dtype) is None
+    ours, library = quantised_gemm.linear(x, matrix), fp8_gemm.linear(x, matrix)
+    assert not torch.equal(ours, library)
+    for deterministic, expected in ((True, ours), (False, library)):
+        assert torch.equal(_Linear(matrix, None, deterministic=deterministic)(x), expected)

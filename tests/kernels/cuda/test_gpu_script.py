@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,8 +94,8 @@ for name in {names}:
 def test_every_part_runs_to_its_end(tmp_path: Path) -> None:
     parts, printed = dry_run(tmp_path)
     assert parts.keys() == {
-        *("compile", "check", "identity", "attention", "model", "prefix", "host", "sampling"),
-        *("price", "transformers"),
+        *("compile", "check", "identity", "engine", "attention", "model", "host", "prefix"),
+        *("sampling", "price", "transformers"),
     }
     assert "FAILED" not in printed and "skipped" not in printed
     assert {row["decode"] for row in parts["attention"] if "decode" in row} >= {
@@ -107,3 +108,91 @@ def test_every_part_runs_to_its_end(tmp_path: Path) -> None:
         *("decode 2 rows", "prefill 40"),
     }
     assert sum(row.get("check", "").startswith("qwen3") for row in parts["identity"]) == 5
+    assert all(row["ok"] for row in parts["engine"] if "check" in row)
+    assert {row["ahead"] for row in parts["engine"] if "ahead" in row} == {1.0}
+    assert printed.count("not run") == printed.count("bar: ") == 6
+
+
+def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", str(ROOT / "benchmarks" / "gpu" / "run.sh"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_limits_of_the_parts_fit_eight_minutes() -> None:
+    """The help is what the script itself reads its limits from."""
+    told = script("--help").stdout
+    limits = dict(re.findall(r"^  ([a-z]+) +(\d+)  ", told, re.MULTILINE))
+    text = (ROOT / "benchmarks" / "gpu" / "run.sh").read_text()
+    (parts,) = re.findall(r'^parts="(.*)"$', text, re.MULTILINE)
+    assert list(limits) == parts.split()
+    assert sum(map(int, limits.values())) <= int(re.findall(r"^total=(\d+)$", text, re.M)[0]) < 480
+    every = {path.stem[:-5] for path in (ROOT / "benchmarks" / "gpu").glob("*_part.py")}
+    assert every - limits.keys() == {"quantised"} and "Left out" in told
+
+
+def test_the_table_ends_with_the_bars(tmp_path: Path) -> None:
+    def write(part: str, *rows: dict[str, Any]) -> None:
+        content = {"part": part, "device": "H200", "seconds": 1.0, "rows": rows}
+        (tmp_path / f"{part}.json").write_text(json.dumps(content))
+
+    model = {"model": "llama-3.1-8b", "deterministic": True, "tokens_per_s": 220.0}
+    write(
+        "model",
+        {**model, "rows": 1, "context": 2048, "of_floor": 0.76},
+        {**model, "rows": 64, "context": 2048, "of_floor": 0.64, "deterministic": False},
+    )
+    shape = {"rows": 8, "context": 4096, "us": 1.0, "of_copy": 0.9}
+    write(
+        "attention",
+        {**shape, "decode": "free", "GBps": 900.0},
+        {**shape, "decode": "flashinfer", "GBps": 1000.0},
+        {"forks": 64, "prefix": 8192, "of": "triton", "speedup": 2.9},
+    )
+    write(
+        "transformers",
+        {"model": "llama-3.1-8b", "rows": 1, "context": 2048, "tokens_per_s": 110.0},
+    )
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu" / "table.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert "transformers llama-3.1-8b, 1 rows: 110 tokens/s, deterministic ours 2.00x" in lines
+    assert lines[-6:] == [
+        "bar: decode of the 8B shape in bf16, 1 row, of the floor, deterministic, >= 75.0 %: "
+        "76.0 %, met",
+        "bar: the same, 64 rows of 2k, of the floor, free, >= 65.0 %: 64.0 %, MISSED",
+        "bar: prefill of the 8B shape, of the GEMM rate, >= 60.0 %: not run",
+        "bar: decode attention, of FlashInfer's, free, at worst 8 x 4096, >= 90.0 %: 90.0 %, met",
+        "bar: idle between decode steps, 64 rows, < 150 us: not run",
+        "bar: 64 forks over 8k, pages read once, >= 3x: 2.9x, MISSED",
+    ]
+
+
+def test_a_tree_of_forks_shares_whole_pages(tmp_path: Path) -> None:
+    """measure.tree_batch: W5 in the midst of its last level."""
+    code = """
+import measure
+batch = measure.tree_batch(((600, 1), (32, 4), (32, 4), (16, 4)), 16, num_pages=1000)
+pages = batch.kv_page_ids.reshape(64, -1)
+print([len({tuple(row[:n]) for row in pages.tolist()}) for n in (37, 39, 41, 43)], pages.shape[1])
+print(len(set(pages[:, -1].tolist())), set(batch.positions.tolist()))
+print(set(batch.kv_last_page_len.tolist()))
+print((batch.kv_slots == pages[:, -1] * 16 + 679 % 16).all())
+"""
+    folders = (".link", "benchmarks/gpu", "tests")
+    paths = os.pathsep.join(str(ROOT / folder) for folder in folders)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["[1, 4, 16, 64] 43", "64 {679}", "{8}", "True"]

@@ -7,15 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, Sequence_, make_batch, poisoned_pool, random_rows
+from attention_cases import (
+    CASES,
+    FORKS,
+    TOLERANCE,
+    TREE,
+    Case,
+    Sequence_,
+    make_batch,
+    poisoned_pool,
+    random_rows,
+)
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from palmette.kernels.cuda.triton_attention import TritonAttention, narrow_tiles, wide_tiles
 from palmette.kernels.cuda.work import SPLIT, decode_work
 from palmette.kernels.reference import ReferenceAttention
-
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def outputs(case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,37 +39,6 @@ def outputs(case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return results[0], results[1]
 
 
-CASES = {
-    "decode-ragged": Case(sequences=((1, 0), (1, 1), (1, 15), (1, 16), (1, 300))),
-    "decode-gqa-1": Case(heads=2, kv_heads=2, sequences=((1, 40), (1, 3))),
-    "decode-gqa-3": Case(heads=6, kv_heads=2, sequences=((1, 63), (1, 64))),
-    "decode-gqa-8": Case(heads=8, kv_heads=1, sequences=((1, 257),)),
-    "extend-ragged": Case(sequences=((2, 0), (19, 0), (33, 30), (3, 253))),
-    "extend-gqa-1": Case(heads=2, kv_heads=2, sequences=((70, 5),)),
-    "extend-gqa-3": Case(heads=3, kv_heads=1, sequences=((17, 16), (16, 16))),
-    "extend-gqa-8": Case(heads=8, kv_heads=1, sequences=((9, 100),)),
-    "mixed": Case(sequences=((1, 20), (12, 4), (1, 0), (2, 255))),
-    "page-1": Case(page_size=1, sequences=((1, 30), (5, 28))),
-    "page-32": Case(page_size=32, sequences=((1, 31), (5, 32))),
-    "page-64": Case(page_size=64, sequences=((1, 64), (5, 60))),
-    "head-96": Case(head_dim=96, sequences=((1, 20), (5, 14))),
-    "head-128": Case(head_dim=128, sequences=((1, 20), (5, 14))),
-    "head-256": Case(head_dim=256, sequences=((1, 40), (5, 33))),
-    "window": Case(window=20, sequences=((1, 300), (30, 10), (7, 270))),
-    "half": Case(dtype=torch.float16, sequences=((1, 70), (9, 70))),
-    "bf16": Case(dtype=torch.bfloat16, sequences=((1, 270), (9, 70))),
-    # with the tiles that devices run: those of float32 are smaller
-    "bf16-head-128": Case(
-        heads=4, kv_heads=1, head_dim=128, dtype=torch.bfloat16, sequences=((1, 270), (20, 250))
-    ),
-    "bf16-head-256": Case(
-        heads=8, kv_heads=1, head_dim=256, dtype=torch.bfloat16, sequences=((1, 40), (9, 33))
-    ),
-    "empty-sequence": Case(sequences=((0, 20), (1, 20), (0, 3), (4, 4))),
-    "nothing": Case(sequences=((0, 20),)),
-}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name: str) -> None:
     case = CASES[name]
@@ -70,35 +47,12 @@ def test_equals_the_reference(name: str) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=TOLERANCE[case.dtype])
 
 
-FORKS = Case(
-    sequences=(
-        Sequence_(1, 530, "a", 512),
-        Sequence_(1, 515, "a", 512),
-        Sequence_(1, 300, "a", 256),
-        Sequence_(1, 40),
-        Sequence_(1, 511, "a", 496),  # its second part is full but its last page is not shared
-        Sequence_(1, 256, "a", 256),
-    )
-)
-
-
 @pytest.mark.parametrize("window", [None, 100])
 def test_pages_that_rows_share_are_read_once_and_give_the_same_bits(window: int | None) -> None:
     case = Case(sequences=FORKS.sequences, window=window)
     expected, shared = outputs(case, share=True)
     torch.testing.assert_close(shared, expected, rtol=0, atol=TOLERANCE[case.dtype])
     assert torch.equal(shared, outputs(case, share=False)[1])
-
-
-TREE = Case(
-    sequences=(
-        *(Sequence_(1, 520 + i, "a", 512) for i in range(3)),
-        *(Sequence_(1, 300 + 256 * (i % 2), "a", 256 + 256 * (i % 2)) for i in range(4)),
-        Sequence_(1, 260, "b", 256),
-        Sequence_(9, 300, "b", 256),
-        Sequence_(1, 256, "b", 256),
-    )
-)
 
 
 @pytest.mark.parametrize(("page_size", "heads"), [(16, 4), (64, 2)])
