@@ -1,7 +1,8 @@
 """Compiles what the other parts launch, side by side, into Triton's cache on disk.
 
 A kernel depends on a model's heads and widths, not on its number of layers: one layer of each is
-built and warmed up as a server is, each in a process of its own.
+built and warmed up as a server is, each in a process of its own; so are the engines that
+are checked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
+from engine_setups import SETUPS, make_runner
 from measure import (
     DRY,
     MODELS,
@@ -27,7 +29,7 @@ from measure import (
 from palmette.runtime.cuda_runner import CudaRunner
 
 WEIGHTS, KV = OPTIONS.format.split("/")
-JOBS = min(8, os.cpu_count() or 1)
+JOBS = min(16, os.cpu_count() or 1)
 
 
 def compile_model(name: str, deterministic: bool) -> float:
@@ -43,6 +45,13 @@ def compile_model(name: str, deterministic: bool) -> float:
     return time.monotonic() - started
 
 
+def compile_setup(index: int) -> float:
+    """Seconds that it took, of an engine's."""
+    started = time.monotonic()
+    make_runner(SETUPS[index], 64, num_layers=1, warm=True).close()
+    return time.monotonic() - started
+
+
 def main() -> int:
     results = Results("compile" if OPTIONS.format == "bf16/bf16" else f"compile {OPTIONS.format}")
     names = list(MODELS)[:1] if DRY else list(MODELS)
@@ -52,8 +61,12 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(JOBS, context, max_tasks_per_child=1) as pool:
         running = [pool.submit(compile_model, *one) for one in wanted]
+        others = range(1, len(SETUPS)) if OPTIONS.format == "bf16/bf16" else ()
+        setups = {SETUPS[place].name: pool.submit(compile_setup, place) for place in others}
         for (name, deterministic), future in zip(wanted, running, strict=True):
             results.add(model=name, deterministic=deterministic, s_compile=future.result())
+        for name, future in setups.items():
+            results.add(setup=name, s_compile=future.result())
     return results.finish()
 
 

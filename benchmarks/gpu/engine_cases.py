@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-import torch
-from measure import DRY, MODELS, MeasuredDevice, checkpoint_of, load_matrices, random_loader
+from engine_setups import Setup, make_runner
+from measure import DRY
 
 from palmette.constrained.backend import select_backend
 from palmette.constrained.compiler import GrammarCompiler
@@ -24,10 +24,8 @@ from palmette.runtime.config import EngineConfig, SchedulerConfig
 from palmette.runtime.cuda_runner import CudaRunner
 from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import Answer, ByteTokenizer, collect, fake_engine
-from palmette.runtime.models.config import ModelConfig
 from palmette.runtime.request import LogprobOptions, Request, ReuseHint, SamplingParams
 
-PAGE = 16
 LAYERS = 1 if DRY else 4
 STEM, NEW, FORKS = (18, 3, 2) if DRY else (300, 40, 6)  # shared tokens, new ones, forks
 PAGES, FEW_PAGES = (64, 6) if DRY else (1024, 56)
@@ -38,31 +36,6 @@ SCHEMA = {
     "required": ["name", "n"],
 }
 HAS_SCHEMAS = find_spec("llguidance") is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    dtype: str = "bf16"
-    weights: str = "bf16"
-    kv: str = "auto"
-
-    @property
-    def name(self) -> str:
-        kv = "" if self.kv == "auto" else f", kv {self.kv}"
-        return f"{self.dtype if self.weights == 'bf16' else self.weights}{kv}"
-
-
-SETUPS = (
-    Setup(),
-    Setup(dtype="fp32"),
-    Setup(kv="int8"),
-    Setup(kv="fp8"),
-    Setup(weights="int8"),
-    Setup(weights="int4"),
-    Setup(weights="fp8"),
-)
-if DRY:
-    SETUPS = (Setup(dtype="fp32"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,21 +111,6 @@ def make_requests() -> list[Request]:
     return found
 
 
-def model_shape() -> ModelConfig:
-    config = MODELS["qwen3-0.6b"]
-    return replace(config, vocab_size=300) if DRY else config  # all ids of the tokenizer's
-
-
-def make_runner(setup: Setup, num_pages: int) -> CudaRunner:
-    config = replace(model_shape(), num_layers=LAYERS)
-    load = random_loader(config, torch.float32 if setup.dtype == "fp32" else torch.bfloat16)
-    return CudaRunner(
-        checkpoint_of(config), num_pages=num_pages, page_size=PAGE, dtype=setup.dtype, load=load,
-        load_matrix=load_matrices(config, setup.weights), kv_dtype=setup.kv,
-        graph_rows=(2, 16) if DRY else (1, 2, 4, 8, 16), device=MeasuredDevice(),
-    )  # fmt: skip
-
-
 def make_engine(runner: CudaRunner, grammars: GrammarCompiler, way: Way) -> Engine:
     scheduler = SchedulerConfig(
         overlap=way.overlap,
@@ -216,7 +174,10 @@ def differences(found: Mapping[str, Answer], expected: Mapping[str, Answer]) -> 
 def check_setup(results: Any, setup: Setup) -> None:
     """results: takes `check` and `skip`."""
     requests = make_requests()
-    runners = {few: make_runner(setup, FEW_PAGES if few else PAGES) for few in (False, True)}
+    runners = {
+        few: make_runner(setup, FEW_PAGES if few else PAGES, num_layers=LAYERS)
+        for few in (False, True)
+    }
     vocabulary = ByteTokenizer().vocabulary(runners[False].vocab_size)
     backend = select_backend("auto" if HAS_SCHEMAS else "pure")
     if not HAS_SCHEMAS:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from engine_cases import HAS_SCHEMAS, PAGE, model_shape
+from engine_cases import HAS_SCHEMAS
+from engine_setups import NAME, PAGE, model_shape
 from measure import (
     DRY,
     MeasuredDevice,
@@ -46,12 +47,14 @@ from palmette.runtime.engine import Engine
 from palmette.runtime.fake_runner import ByteTokenizer, fake_engine
 from palmette.runtime.request import Request, SamplingParams
 
-NAME = "qwen3-0.6b"  # its graph is short: less time to hide the host's work behind
 MODES = ((True, False), (False, False), (True, True))  # a step ahead or not, masks or none
+# Its graph is short: less time to hide the host's work behind.
 ROWS, CONTEXT, STEPS = (2, 20, 2) if DRY else (64, 1024, 60)
 if DRY:
     MODES = MODES[2:]
 TEMPERATURE = 0.7
+_PROMPT_TOKENS = 4096  # of a step
+_MORE = 64  # tokens of a row until all rows decode, and some steps on
 
 
 def _mark() -> Any:
@@ -133,13 +136,19 @@ def decoding_engine(
     engine = fake_engine(
         runner=any_runner,
         tokenizer=tokenizer,
-        context_length=CONTEXT + num_steps + 64,
+        context_length=CONTEXT + num_steps + _MORE,
         grammars=GrammarCompiler(tokenizer.vocabulary(runner.vocab_size), backend),
-        scheduler=SchedulerConfig(max_running=ROWS, overlap=overlap, prefix_cache=False),
+        scheduler=SchedulerConfig(
+            max_running=ROWS,
+            token_budget=_PROMPT_TOKENS,
+            mixed_chunk_tokens=_PROMPT_TOKENS,  # nobody is far ahead when the last one begins
+            overlap=overlap,
+            prefix_cache=False,
+        ),
     )
     rng = random.Random(0)
     settings = SamplingParams(
-        max_new_tokens=num_steps + 32, temperature=TEMPERATURE, ignore_eos=True, seed=1
+        max_new_tokens=num_steps + _MORE, temperature=TEMPERATURE, ignore_eos=True, seed=1
     )
     engine.submit(
         [
@@ -213,7 +222,7 @@ def _name(*, overlap: bool, has_grammar: bool) -> str:
 def measure_gaps(results: Results) -> None:
     config = model_shape()
     device = TimedDevice()
-    pages = ROWS * (-(-(CONTEXT + 3 * STEPS + 64) // PAGE) + 1)
+    pages = ROWS * (-(-(CONTEXT + 3 * STEPS + _MORE) // PAGE) + 1)
     runner = CudaRunner(
         checkpoint_of(config), num_pages=pages, page_size=PAGE, graph_rows=(ROWS,), device=device,
         load=random_loader(config),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
+from engine_setups import SETUPS
 from measure import Results
 from side_by_side import Row, check_all, rows_of
 
@@ -13,8 +14,7 @@ from side_by_side import Row, check_all, rows_of
 def setup_rows(index: int) -> list[Row]:
     import engine_cases
 
-    setup = engine_cases.SETUPS[index]
-    return rows_of(lambda results: engine_cases.check_setup(results, setup), index)
+    return rows_of(lambda results: engine_cases.check_setup(results, SETUPS[index]), index)
 
 
 def main() -> int:
@@ -22,11 +22,10 @@ def main() -> int:
     if find_spec("msgspec") is None:  # what the other parts do without
         results.skip("engine", "msgspec is not installed; bring its wheel, and llguidance's")
         return results.finish()
-    import engine_cases
     import engine_gap
 
     engine_gap.measure_gaps(results)  # alone on the device
-    check_all(results, len(engine_cases.SETUPS), setup_rows)
+    check_all(results, len(SETUPS), setup_rows)
     return results.finish()
 
 

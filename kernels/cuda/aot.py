@@ -97,7 +97,7 @@ def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
 
 
 def _rarer() -> Iterator[Variant]:
-    """Other pages, a window, biases: one shape of each."""
+    """Other pages and a window: one shape."""
     narrow, wide = narrow_tiles(128, 4, 2, capability=90), wide_tiles(128, 2, capability=90)
     tall = extend_tiles(128, 2, capability=90)
     base = (
@@ -117,11 +117,6 @@ def _rarer() -> Iterator[Variant]:
                 constants={**variant.constants, **constants},
                 capabilities=(90,),
             )
-    for rows in (1, 2048):
-        tiles = tiles_of(rows, 4096, torch.bfloat16, capability=90)
-        linear = _linear("bf16", f"{rows} rows bias", tiles)
-        constants = {**linear.constants, "HAS_BIAS": True}
-        yield replace(linear, constants=constants, in_short_list=False, capabilities=(90,))
 
 
 def _attention_of_codes(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
@@ -203,6 +198,7 @@ def _extend(
         constants={**_shape(head_dim, group, tiles), "SPLIT": split},
         options=_options(tiles, fused=split == 0),
         needs_tensor_core=kind != "fp32",
+        needs_warpgroup=kind != "fp32",
         needs_wide_loads=kind != "fp32",
         in_short_list=is_main,
     )
@@ -320,6 +316,7 @@ def _linear(kind: str, shape: str, tiles: Mapping[str, int]) -> Variant:
         options={name: tiles[name] for name in ("num_warps", "num_stages")},
         scalars=("num_rows",),
         needs_tensor_core=True,
+        needs_warpgroup=kind != "fp32",
         needs_wide_loads=True,
         in_short_list=kind == "bf16",
     )

@@ -37,13 +37,13 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(sys, "argv", ["pytest"])
     yield importlib.import_module("engine_cases")
-    for name in ("engine_cases", "measure"):
+    for name in ("engine_cases", "engine_setups", "measure"):
         sys.modules.pop(name, None)
 
 
 def on(cases: Any, delayed: Any, monkeypatch: pytest.MonkeyPatch, broken: str = "") -> Told:
-    def make_runner(setup: Any, num_pages: int) -> Any:
-        inner = FakeRunner(num_pages=num_pages, page_size=cases.PAGE, vocab_size=300)
+    def make_runner(setup: Any, num_pages: int, *, num_layers: int) -> Any:
+        inner = FakeRunner(num_pages=num_pages, page_size=16, vocab_size=300)
         runner = delayed(inner)
         runner.graph_replays = 1
         if broken and num_pages == cases.FEW_PAGES:
@@ -53,7 +53,7 @@ def on(cases: Any, delayed: Any, monkeypatch: pytest.MonkeyPatch, broken: str = 
 
     monkeypatch.setattr(cases, "make_runner", make_runner)
     told = Told()
-    cases.check_setup(told, cases.SETUPS[0])
+    cases.check_setup(told, sys.modules["engine_setups"].Setup())
     return told
 
 
