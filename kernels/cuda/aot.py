@@ -57,7 +57,6 @@ def _main_variants() -> Iterator[Variant]:
                 yield from _attention(kind, head_dim, group)
         yield from _elementwise(kind)
         yield from _linears(kind)
-    yield from _rarer()
     yield from quantised_variants()
     yield from _feed()
 
@@ -94,29 +93,6 @@ def _attention(kind: str, head_dim: int, group: int) -> Iterator[Variant]:
             options={"num_warps": 1, "enable_fp_fusion": False},
             in_short_list=is_main,
         )
-
-
-def _rarer() -> Iterator[Variant]:
-    """Other pages and a window: one shape."""
-    narrow, wide = narrow_tiles(128, 4, 2, capability=90), wide_tiles(128, 2, capability=90)
-    tall = extend_tiles(128, 2, capability=90)
-    base = (
-        _decode("bf16", 128, 4, "narrow", narrow, fused=True, is_main=False),
-        _decode("bf16", 128, 4, "wide", wide, fused=False, is_main=False),
-        _extend("bf16", 128, 4, "deterministic", tall, split=SPLIT, is_main=False),
-    )
-    for what, constants in (
-        ("page 1", {"PAGE": 1}),
-        ("page 64", {"PAGE": 64}),
-        ("window", {"WINDOW": 4096}),
-    ):
-        for variant in base:
-            yield replace(
-                variant,
-                name=f"{variant.name} {what}",
-                constants={**variant.constants, **constants},
-                capabilities=(90,),
-            )
 
 
 def _attention_of_codes(kind: str, head_dim: int, group: int) -> Iterator[Variant]:

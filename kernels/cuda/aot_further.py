@@ -57,8 +57,16 @@ def _changed(
     )
 
 
+def _pages(variant: Variant) -> Iterator[Variant]:
+    """Of other sizes than 16, where a tile of keys is in many pages or in one."""
+    if "bf16 D128 G4" in variant.name and not variant.constants["SCALED"]:
+        for size in (1, 64):
+            yield _changed(variant, f"page {size}", constants={"PAGE": size})
+
+
 def _decode(variant: Variant) -> Iterator[Variant]:
     """Where bits may differ, decodes of shared pages take the wide tiles too."""
+    yield from _pages(variant)
     windowed = {"WINDOW": _WINDOW}
     if "bf16 D128 G4" in variant.name and not variant.constants["SCALED"]:
         yield _changed(variant, "window", constants=windowed)
@@ -70,6 +78,7 @@ def _decode(variant: Variant) -> Iterator[Variant]:
 
 
 def _extend(variant: Variant) -> Iterator[Variant]:
+    yield from _pages(variant)
     if "bf16 D128 G4" in variant.name and not variant.constants["SCALED"]:
         yield _changed(variant, "window", constants={"WINDOW": _WINDOW})
     if variant.constants["SCALED"]:  # beside codes only the deterministic one is a main one

@@ -128,6 +128,9 @@ def _linear(
         },
         scalars=("num_rows", "num_groups", "part_groups"),
         needs_tensor_core=True,
+        needs_warpgroup=rows >= 64 and activations != "fp32",
+        # e4m3 beside few rows comes in copies of 64 bits, which keep the memory busy all the same
+        needs_wide_loads=activations != "fp32" and (not is_fp8 or rows >= 64),
         in_short_list=activations == "bf16"
         and rows in (1 if capability >= 90 else 16, 2048)
         and (kind, group, minimums) in _SHORT,

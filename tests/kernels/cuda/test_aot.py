@@ -37,6 +37,9 @@ def check(reports: list[dict[str, Any]]) -> None:
     for r in reports:
         if r["name"].startswith(("decode", "extend")) and "fp32" not in r["name"]:
             assert r["tensor_core"] > 0 and r["wide_loads"] > 0, r
+        is_large = "2048 rows" in r["name"] or r["name"].startswith("extend")
+        if r["capability"] == 90 and is_large and "fp32" not in r["name"]:
+            assert r["warpgroup"] == r["tensor_core"] > 0, r
 
 
 def test_the_main_configurations_compile_well() -> None:
@@ -87,7 +90,7 @@ def kernel(x, out, BLOCK: tl.constexpr):
 
 variant = Variant(
     name="bad", kernel=kernel, types={"x": "*fp32", "out": "*fp32"}, constants={"BLOCK": 128},
-    needs_tensor_core=True, needs_wide_loads=True,
+    needs_tensor_core=True, needs_warpgroup=True, needs_wide_loads=True,
 )
 print("; ".join(compile_variant(variant, 90).problems))
 wide = next(v for v in variants() if v.name.startswith("extend deterministic bf16 D128"))
@@ -102,7 +105,8 @@ def test_what_is_amiss_is_a_problem_of_the_table(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(BAD_KERNEL, encoding="utf-8")
     done = run([str(tmp_path / "bad.py")])
     assert done.returncode == 0, done.stderr
-    for problem in ("no tensor-core instruction", "no 128-bit load", "1 atomics", " spills"):
+    told = ("no tensor-core instruction", "no warpgroup instruction", "no 128-bit load")
+    for problem in (*told, "1 atomics", " spills"):
         assert problem in done.stdout
 
 
