@@ -113,9 +113,10 @@ def test_every_part_runs_to_its_end(tmp_path: Path) -> None:
     assert printed.count("not run") == printed.count("bar: ") == 6
 
 
-def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["sh", str(ROOT / "benchmarks" / "gpu" / "run.sh"), *arguments],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -132,6 +133,25 @@ def test_limits_of_the_parts_fit_eight_minutes() -> None:
     assert sum(map(int, limits.values())) <= int(re.findall(r"^total=(\d+)$", text, re.M)[0]) < 480
     every = {path.stem[:-5] for path in (ROOT / "benchmarks" / "gpu").glob("*_part.py")}
     assert every - limits.keys() == {"quantised"} and "Left out" in told
+
+
+def test_each_part_is_told_its_seconds(tmp_path: Path) -> None:
+    """The last one gets what the others left; chosen ones get what they may take alone."""
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\necho "told: $@"\n')
+    stub.chmod(0o755)
+
+    def told(*parts: str) -> dict[str, int]:
+        done = script(*parts, PYTHON=str(stub), OUT=str(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = re.findall(r"told: \S+/(\w+)_part.py .*--seconds (\d+)", done.stdout)
+        return {name: int(seconds) for name, seconds in found}
+
+    limits = re.findall(r"^  ([a-z]+) +(\d+)  ", script("--help").stdout, re.MULTILINE)
+    found = told()
+    assert found.pop("transformers") > 400
+    assert found == {name: int(limit) for name, limit in limits if name != "transformers"}
+    assert told("host", "model:int4/fp8") == {"host": 240, "model": 240}
 
 
 def test_the_table_ends_with_the_bars(tmp_path: Path) -> None:
