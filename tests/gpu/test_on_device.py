@@ -16,10 +16,12 @@ from typing import Any
 import attention_cases
 import pytest
 import torch
-from attention_cases import CASES, FORKS, TOLERANCE, TREE, Case
+from attention_cases import CASES, FORKS, TREE, Case
 
 pytestmark = pytest.mark.gpu
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+# The units of a device add in an order of their own, and its exponential is less exact.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 ALL = {**CASES, "forks": FORKS, "tree": TREE}
 
 
@@ -58,9 +60,8 @@ def test_attention_equals_the_reference(name: str) -> None:
     }
     for found in results.values():
         assert found.dtype == case.dtype
-        # sums in another order than the reference's, by the device's units
         torch.testing.assert_close(
-            found.float(), expected.float(), rtol=0, atol=4 * TOLERANCE[case.dtype]
+            found.float(), expected.float(), rtol=0, atol=TOLERANCE[case.dtype]
         )
     assert torch.equal(results[True, True], results[True, False])
 
