@@ -91,7 +91,7 @@ def _cascade(parts: Parts) -> Values:
 
 
 BARS = (
-    Bar("decode of the 8B shape in bf16, 1 row, of the floor", 0.75, "%", _decode(1, 0)),
+    Bar("decode of the 8B shape in bf16, 1 row, of the floor", 0.75, "%", _decode(1, 1024)),
     Bar("the same, 64 rows of 2k, of the floor", 0.65, "%", _decode(64, 2048)),
     Bar("prefill of the 8B shape, of the GEMM rate", 0.60, "%", _prefill),
     Bar("decode attention, of FlashInfer's", 0.90, "%", _beside_flashinfer),
