@@ -277,7 +277,7 @@ class BatchBuilder:
         params = self._kept.get(order)
         if params is None:
             params, masked = self._make(plan)
-            if not any(params.rows):
+            if not any(params.rows) and not any(map(_may_be_banned_again, chosen)):
                 if len(self._kept) >= MAX_KEPT:
                     self._kept.clear()
                 self._kept[order] = params
@@ -320,3 +320,8 @@ class BatchBuilder:
             has_mask=has_mask,
         )
         return params, masked
+
+
+def _may_be_banned_again(sequence: SequenceState) -> bool:
+    """Whether its text may be taken back to where stop ids do not end it yet."""
+    return sequence.grammar is not None and sequence.request.sampling.min_new_tokens > 0

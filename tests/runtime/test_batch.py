@@ -152,3 +152,21 @@ def test_the_byte_tokenizer_reads_what_it_writes() -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text, parse_special=True) == [97, 256, 98, 0xC3, 0xA9, 258]
     assert tokenizer.decode(tokenizer.encode(text, parse_special=True)) == text
+
+
+def test_stop_ids_are_banned_again_in_a_text_that_was_taken_back() -> None:
+    """Below min_new_tokens, though rows in this order had no such ban a moment ago."""
+    schema = {"type": "integer", "multipleOf": 1999993, "minimum": 1000}
+    runner = SpyRunner(num_pages=64, page_size=4, vocab_size=300)
+    engine = fake_engine(runner=runner)
+    request = Request(
+        request_id="r",
+        prompt_ids=(1, 2, 3, 4, 5),
+        sampling=SamplingParams(max_new_tokens=9, min_new_tokens=8, temperature=0.9, seed=0),
+        grammar=GrammarSpec.json_schema(schema),
+    )
+    run_all(engine, [request])
+    lengths = [int(params.positions[0]) - 5 for params in runner.params]
+    assert 8 in lengths and min(lengths[lengths.index(8) :]) < 8  # it was taken back
+    for length, params in zip(lengths, runner.params, strict=True):
+        assert (params.rows[0] is not None) == (length < 8)
