@@ -426,6 +426,8 @@ class Engine:
 
         With a namespace, those of its tenant; while a request of it is live, nothing is done.
         """
+        if self._steps.aborted():  # they end as soon as the step in flight does
+            self._steps.land(may_lead=False)
         if namespace is not None:
             live = {tenant_of(sequence.request.namespace) for sequence in self._live.values()}
             if tenant_of(namespace) in live:

@@ -181,6 +181,18 @@ def test_an_abort_ends_the_request_when_the_step_in_flight_has_landed(delayed: A
     assert engine.step() == []
 
 
+@pytest.mark.parametrize("namespace", [None, ("t",)])
+def test_a_flush_behind_an_abort_forgets_what_is_in_flight(namespace: Any, delayed: Any) -> None:
+    engine = fake(delayed)
+    engine.submit([plain("r", 20, 50, namespace=("t",))])
+    for _ in range(5):
+        engine.step()
+    engine.abort(["r"])
+    assert engine.flush_cache(namespace)
+    assert engine.stats().free_pages == engine.info.num_pages
+    assert [output.finish is not None for output in engine.step()] == [True]
+
+
 def test_the_next_step_is_launched_before_the_ids_of_this_one_are_waited_for(delayed: Any) -> None:
     """One wait a step, and nothing but it between the launch of a step and the next one's."""
     runner = delayed(FakeRunner(num_pages=64, page_size=PAGE, vocab_size=300))
