@@ -31,8 +31,7 @@ check: $(VENV)/dev.stamp
 
 # Registers, spills, shared memory and instructions of the GPU kernels; needs no GPU.
 kernels: $(VENV)/dev.stamp
-	mkdir -p .link && ln -sfn .. .link/palmette
-	env -u TRITON_INTERPRET $(BIN)/python -m palmette.kernels.cuda.aot --jobs 2
+	env -u TRITON_INTERPRET $(BIN)/python benchmarks/machine_code/aot.py --jobs 2
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .

@@ -13,8 +13,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from palmette.kernels.cuda.aot import variants
-from palmette.kernels.cuda.compiled import Variant, compile_variant
+from aot import variants
+from compiled import Variant, compile_variant
 
 
 def variant_of(one: dict[str, Any], capability: int) -> Variant:

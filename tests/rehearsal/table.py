@@ -1,4 +1,4 @@
-"""What was launched beside the table of compiled configurations (`kernels/cuda/aot.py`)."""
+"""What was launched beside the compiled configurations (`benchmarks/machine_code/aot.py`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from palmette.kernels.cuda.aot import variants
-from palmette.kernels.cuda.compiled import divisible_arguments
+from aot import variants
+from compiled import divisible_arguments
 
 Parts = dict[str, frozenset[Any]]
 _DEFAULTS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}  # triton's

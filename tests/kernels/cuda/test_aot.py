@@ -13,12 +13,16 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from palmette.kernels.cuda.mix import hottest_loop
+from mix import hottest_loop
+
+TOOLS = Path(__file__).parents[3] / "benchmarks" / "machine_code"
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     """Python in a process of its own, which compiles kernels instead of interpreting them."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    paths = [str(TOOLS), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment
     )
@@ -26,7 +30,7 @@ def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 def compiled(*arguments: str) -> list[dict[str, Any]]:
     """The tool's reports."""
-    done = run(["-m", "palmette.kernels.cuda.aot", "--json", "--jobs", "2", *arguments])
+    done = run(["-m", "aot", "--json", "--jobs", "2", *arguments])
     assert done.stdout, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -80,8 +84,8 @@ BAD_KERNEL = """
 import triton
 import triton.language as tl
 from dataclasses import replace
-from palmette.kernels.cuda.aot import variants
-from palmette.kernels.cuda.compiled import Variant, compile_variant
+from aot import variants
+from compiled import Variant, compile_variant
 
 @triton.jit
 def kernel(x, out, BLOCK: tl.constexpr):
@@ -135,7 +139,7 @@ def test_the_hottest_loop_is_the_innermost_with_most_products_and_copies() -> No
 
 
 def test_a_decode_is_bound_by_memory_and_asks_for_enough() -> None:
-    done = run(["-m", "palmette.kernels.cuda.mix", "--json", "--only", "decode wide bf16 D128 G4"])
+    done = run(["-m", "mix", "--json", "--only", "decode wide bf16 D128 G4"])
     assert done.returncode == 0, done.stderr
     found = {mix["name"]: mix for mix in map(json.loads, done.stdout.splitlines())}
     plain = found["decode wide bf16 D128 G4"]

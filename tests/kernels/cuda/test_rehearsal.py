@@ -15,13 +15,14 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 TESTS = Path(__file__).parents[2]
+TABLE = TESTS.parent / "benchmarks" / "machine_code"
 Scene = dict[str, Any]
 
 
 def rehearse(*arguments: str, given: str = "") -> str:
     """What a process prints that compiles kernels, or would, instead of interpreting them."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    paths = [str(TESTS), environment.get("PYTHONPATH", "")]
+    paths = [str(TESTS), str(TABLE), environment.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, *arguments],
         input=given,

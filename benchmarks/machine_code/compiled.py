@@ -138,7 +138,7 @@ def disassemble(cubin: bytes) -> tuple[str, str]:
         file.write(cubin)
         file.flush()
         sass, usage = (
-            subprocess.run(  # noqa: S603 - triton's own tool on our own file
+            subprocess.run(
                 [str(tool), option, file.name], check=True, capture_output=True, text=True
             ).stdout
             for option in ("-sass", "-res-usage")

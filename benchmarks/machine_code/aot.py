@@ -1,6 +1,6 @@
 """Compile every kernel for GPUs that are not here, and read what the code needs.
 
-`python -m palmette.kernels.cuda.aot [--all] [--brief] [--json] [--only PART] [--jobs N]` prints a
+`python benchmarks/machine_code/aot.py [--all] [--brief] [--json] [--only PART] [--jobs N]` prints a
 table of registers, spills, shared memory, tensor-core instructions and 128-bit loads. ptxas and
 cuobjdump come with triton; no driver is needed. Must run without TRITON_INTERPRET.
 """
@@ -18,22 +18,22 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from aot_further import further
+from aot_quantised import quantised_variants
+from compiled import Report, Variant, compile_variant
 
-from .add_rms_norm import add_rms_norm_kernel
-from .aot_further import further
-from .aot_quantised import quantised_variants
-from .bitmask import bitmask_kernel
-from .common import padded
-from .compiled import Report, Variant, compile_variant
-from .feed import feed_kernel, uniforms_kernel
-from .gemm import linear_kernel, tiles_of
-from .paged_decode import REDUCED_TOGETHER, paged_decode_kernel, reduce_kernel
-from .paged_extend import paged_extend_kernel
-from .rope_write import rope_write_kernel
-from .sampler import MAX_BLOCK, NUM_WARPS, edit_kernel, sample_kernel
-from .silu_mul import silu_mul_kernel
-from .triton_attention import Tiles, extend_tiles, narrow_tiles, wide_tiles
-from .work import SPLIT
+from palmette.kernels.cuda.add_rms_norm import add_rms_norm_kernel
+from palmette.kernels.cuda.bitmask import bitmask_kernel
+from palmette.kernels.cuda.common import padded
+from palmette.kernels.cuda.feed import feed_kernel, uniforms_kernel
+from palmette.kernels.cuda.gemm import linear_kernel, tiles_of
+from palmette.kernels.cuda.paged_decode import REDUCED_TOGETHER, paged_decode_kernel, reduce_kernel
+from palmette.kernels.cuda.paged_extend import paged_extend_kernel
+from palmette.kernels.cuda.rope_write import rope_write_kernel
+from palmette.kernels.cuda.sampler import MAX_BLOCK, NUM_WARPS, edit_kernel, sample_kernel
+from palmette.kernels.cuda.silu_mul import silu_mul_kernel
+from palmette.kernels.cuda.triton_attention import Tiles, extend_tiles, narrow_tiles, wide_tiles
+from palmette.kernels.cuda.work import SPLIT
 
 _POINTER_KINDS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 _ROWS = {"num_rows": "i32"}

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from .common import padded
-from .compiled import Variant
+from compiled import Variant
+
+from palmette.kernels.cuda.common import padded
 
 _WINDOW = 4096  # tokens
 _WIDTHS = (1024, 2048, 8192)  # of a hidden state, padded; 4096 is a main one

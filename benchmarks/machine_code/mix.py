@@ -1,6 +1,6 @@
 """What bounds the hottest loop of a kernel, read from its machine code: a prediction.
 
-`python -m palmette.kernels.cuda.mix [--only PART] [--json] [--table]` compiles the kernels of a
+`python benchmarks/machine_code/mix.py [--only PART] [--json] [--table]` compiles the kernels of a
 decode step and of a prefill for sm_90, finds the loop that streams, counts its instructions by the
 unit that executes them, and prints the clocks that each unit needs beside those of the memory for
 what an iteration reads. Nothing is run: latencies that are not hidden, bank conflicts and the ends
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .aot import variants
-from .compiled import SHARED_LIMIT, Variant, build, disassemble
+from aot import variants
+from compiled import SHARED_LIMIT, Variant, build, disassemble
 
 CAPABILITY = 90
 PROCESSORS = 132

@@ -6,10 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from compiled import Variant
 
-from .compiled import Variant
-from .fp8_gemm import encode_rows_kernel
-from .quantised_gemm import FP8_BLOCK, quantised_linear_kernel, reduce_parts_kernel, tiles_of
+from palmette.kernels.cuda.fp8_gemm import encode_rows_kernel
+from palmette.kernels.cuda.quantised_gemm import (
+    FP8_BLOCK,
+    quantised_linear_kernel,
+    reduce_parts_kernel,
+    tiles_of,
+)
 
 _ACTIVATIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KINDS = (  # name, what kernels read, group, minimums
