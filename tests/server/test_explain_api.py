@@ -260,8 +260,7 @@ def test_a_number_that_has_no_place_in_a_question(
 
     answer = server.post(f"{register(server, program)}/explain", body)
     assert answer.status_code == 400, answer.text
-    told = "cannot have" if field == "lengths" and number < 0 else "more than 64 bits"
-    assert told in answer.json()["error"]["message"]
+    assert "more than 64 bits" in answer.json()["error"]["message"]
     good = server.post(f"{register(server, program)}/explain", {"arguments": {"q": "x"}})
     assert good.status_code == 200, good.text
 
