@@ -33,9 +33,13 @@ def variant_of(one: dict[str, Any], capability: int) -> Variant:
 
 
 def _is_odd(one: dict[str, Any]) -> bool:
-    """Rows that begin anywhere are read number by number; float32 attention is not looked at."""
-    sizes = {"vocab_size", "num_columns", "stride"} & one["types"].keys()
-    return bool(sizes - set(one["divisible"])) or one["types"].get("q") == "*fp32"
+    """Rows that begin anywhere are read number by number; products of float32 are not looked at,
+    and e4m3 beside few rows comes in copies of 64 bits."""
+    types, constants = one["types"], one["constants"]
+    sizes = {"vocab_size", "num_columns", "stride"} & types.keys()
+    is_few_fp8 = constants.get("PER_GROUP") is False and constants["BLOCK_M"] < 64
+    is_float = "*fp32" in (types.get("q"), types.get("x") if "codes" in types else None)
+    return bool(sizes - set(one["divisible"])) or is_float or is_few_fp8
 
 
 def report_of(line: str) -> dict[str, Any]:
