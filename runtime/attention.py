@@ -100,3 +100,13 @@ def for_model(choice: AttentionChoice, config: EngineConfig, model: ModelConfig)
     if config.attention == "flashinfer":
         raise ValueError(f"attention: {reason}; use --attention triton")
     return AttentionChoice(name="triton", reason=reason)
+
+
+def refuse_named(config: EngineConfig, chosen: str) -> None:
+    """ValueError for kernels that were asked for by name where another runner was chosen."""
+    for name, wanted in (("attention", config.attention), ("sampling", config.sampling)):
+        if wanted != "auto":
+            raise ValueError(
+                f"{name}: {wanted} is for the cuda runner, and {chosen} was chosen; "
+                "leave it out, or use --runner cuda to see what is amiss"
+            )

@@ -27,7 +27,7 @@ from palmette.kernels.batch import ForwardBatch, Int32Array
 from palmette.kernels.kv_dtype import FLOAT_DTYPES, SCALED_KV_DTYPES, FloatDtype, KVDtype
 from palmette.kernels.sampling import SampleBatch, SampleResult
 
-from .attention import for_model, resolve, resolve_sampling
+from .attention import for_model, refuse_named, resolve, resolve_sampling
 from .capture_bar import capture_bar
 from .config import EngineConfig
 from .memory import OWN_FRACTION, SHARED_FRACTION, available_bytes, workspace_bytes
@@ -145,6 +145,8 @@ def select_runner(config: EngineConfig) -> RunnerChoice:
             f"attention: {config.attention!r} is unknown; use auto, flashinfer or triton"
         )
     choice = _one_rank(config)
+    if choice.name != "cuda":
+        refuse_named(config, f"the {choice.name} runner on {choice.device} ({choice.reason})")
     return choice if config.tensor_parallel == 1 else _sharded(config, choice)
 
 
@@ -162,7 +164,8 @@ def _one_rank(config: EngineConfig) -> RunnerChoice:
             return _torch_choice(config, device="cuda", reason="as given")
         return _cuda_choice(config)
     if config.runner == "cuda":
-        raise ValueError("runner: cuda needs a CUDA device; use --device cuda to see what is amiss")
+        amiss = "--device cpu was given" if config.device == "cpu" else why_no_cuda()
+        raise ValueError(f"runner: cuda needs a CUDA device, and there is none: {amiss}")
     if config.runner == "torch":
         return _torch_choice(config, device="cpu", reason="as given")
     if config.tensor_parallel > 1 and config.runner == "auto":

@@ -50,6 +50,10 @@ if [ "${1:-}" = --dry ]; then
 else
     unset TRITON_INTERPRET
 fi
+if [ -z "$dry" ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "no CUDA device that $python sees; --dry runs every part at tiny sizes on the CPU" >&2
+    exit 1
+fi
 out=${OUT:-bench-results/gpu}
 mkdir -p "$out"
 total=475

@@ -74,19 +74,25 @@ def shard_config(model: ModelConfig, size: int) -> ModelConfig:
     Raises:
         ValueError: the model cannot be cut into so many parts; says why.
     """
-    if model.num_heads % size or model.intermediate_size % size:
+    if not _fits(model, size):
+        sizes = (n for n in range(1, model.num_heads + 1) if _fits(model, n))
         raise ValueError(
-            f"tp: {size} does not divide {model.num_heads} heads and "
-            f"{model.intermediate_size} intermediate values evenly"
+            f"tensor parallel: {size} does not divide {model.num_heads} heads, "
+            f"{model.num_kv_heads} kv heads and {model.intermediate_size} intermediate values; "
+            f"this model can be cut into {', '.join(map(str, sizes))}"
         )
-    if model.num_kv_heads % size and size % model.num_kv_heads:
-        raise ValueError(f"tp: {size} and {model.num_kv_heads} kv heads do not divide each other")
     return replace(
         model,
         num_heads=model.num_heads // size,
         num_kv_heads=max(1, model.num_kv_heads // size),
         intermediate_size=model.intermediate_size // size,
     )
+
+
+def _fits(model: ModelConfig, size: int) -> bool:
+    """Kv heads may also be fewer than ranks, which hold copies of one then."""
+    is_even = model.num_heads % size == model.intermediate_size % size == 0
+    return is_even and (model.num_kv_heads % size == 0 or size % model.num_kv_heads == 0)
 
 
 def vocab_part(vocab_size: int, size: int) -> int:

@@ -119,7 +119,7 @@ def test_devices_share_weights_and_heads() -> None:
     assert four.weight_bytes == pytest.approx(one.weight_bytes / 4, rel=1e-4)
     assert four.kv_bytes_per_token == one.kv_bytes_per_token // 4
     assert sixteen.kv_bytes_per_token == one.kv_bytes_per_token // 8  # a kv head each
-    with pytest.raises(ValueError, match="tp: 3 does not divide 64 heads"):
+    with pytest.raises(ValueError, match="tensor parallel: 3 does not divide 64 heads"):
         plan_device(model, PlanOptions(memory_bytes=80 * GB, tp=3))
 
 

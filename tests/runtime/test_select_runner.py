@@ -54,6 +54,22 @@ def test_triton_where_bits_must_not_depend_on_the_batch(machine: pytest.MonkeyPa
     assert choice.memory_fraction == 0.85  # nobody else's memory
 
 
+@pytest.mark.parametrize("name", ["attention", "sampling"])
+@pytest.mark.parametrize("kernels", ["triton", "flashinfer"])
+def test_kernels_of_another_runner_are_refused(name: str, kernels: str) -> None:
+    config = replace(EngineConfig(device="cpu"), **{name: kernels})
+    with pytest.raises(
+        ValueError, match=f"{name}: {kernels} is for the cuda runner, and the .* was chosen"
+    ):
+        runner.select_runner(config)
+
+
+def test_the_cuda_runner_without_a_device_says_why() -> None:
+    config = EngineConfig(device="cpu", runner="cuda")
+    with pytest.raises(ValueError, match="--device cpu was given"):
+        runner.select_runner(config)
+
+
 def test_devices_before_ampere_take_torch(machine: pytest.MonkeyPatch) -> None:
     having(machine, "torch", "triton")
     machine.setattr(runner, "_cuda_capability", lambda: 75)

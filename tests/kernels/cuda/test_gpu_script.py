@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -216,3 +217,12 @@ print((batch.kv_slots == pages[:, -1] * 16 + 679 % 16).all())
         check=True,
     )
     assert done.stdout.splitlines() == ["[1, 4, 16, 64] 43", "64 {679}", "{8}", "True"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
+def test_without_a_device_it_says_so_once(tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    done = script("host", "model", PYTHON=sys.executable, OUT=str(out))
+    assert done.returncode == 1 and done.stdout == ""
+    assert "no CUDA device" in done.stderr and done.stderr.count("\n") == 1
+    assert not out.exists()
