@@ -309,9 +309,10 @@ class Session:
         """Who drives this session in the event loop that runs."""
         from .driver import AsyncDriver  # asyncio: only who has an event loop pays for it
 
-        if self._driver is None or not self._driver.is_here:
-            self._driver = AsyncDriver(self)
-        return self._driver
+        driver = self._driver
+        if driver is None or not driver.is_here:  # another thread's loop may put its own there
+            driver = self._driver = AsyncDriver(self)
+        return driver
 
     def _prepare(self) -> bool:
         """Resume bodies, start new nodes, submit; True when that was work enough."""
